@@ -1,0 +1,35 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * delta.h - how core prepares a pass: memory, stamps, normalised tensors. Shared by
+ * plan_api.c, delta.c and io.c; layers use the two buffer functions.
+ */
+#ifndef DR_DELTA_H
+#define DR_DELTA_H
+
+#include "core/core.h"
+
+/*
+ * NOTE [Stamps]: core puts 64 bytes in front of saved and of staged scratch. They hold a
+ * digest of the plan and how far the trip has come, so that a backward without its
+ * forward, or a stage out of order, is refused instead of computing with garbage.
+ */
+typedef struct dr_stamp {
+    uint64_t magic, plan;
+    int32_t dir, stage;
+    char pad[DR_ALIGN - 24];
+} dr_stamp;
+
+/* Fills *p for a trip over all heads and columns; buffers NULL: empty arenas. Afterwards
+ * the arenas stand behind core's own blocks. */
+void dr_pass_open(dr_pass *p, const dr_plan *plan, const dr_buffers *buffers, int dir, bool staged);
+/* Runs the layout stage of the pass's direction. */
+dr_status dr_pass_layout(dr_pass *p);
+
+/* Checks every tensor of io for a direction and writes the form of backend.h. order: room for
+ * one int32_t per piece, used to check state_index. */
+dr_status dr_io_normalise(const dr_plan *plan, const dr_io *io, int dir, int32_t *order, dr_io *out);
+
+dr_status dr_buffers_alloc(size_t saved, size_t scratch, dr_buffers *out);
+dr_status dr_buffers_check(const dr_buffers *b, size_t saved, bool saved_required, size_t scratch);
+
+#endif
