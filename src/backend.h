@@ -50,7 +50,27 @@ typedef struct dr_pass {
     float *maps;            /* summarize: [N,HV,V+K,K] = [B; A] or [C; R] */
     const float *entry;     /* [N,HV,V,K] or NULL: io->initial_state / d_final_state, or zero */
     float *exit;            /* [N,HV,V,K] or NULL */
+    /* Where only some pieces matter, per piece n: its place in maps (-1: no map wanted), its place in
+     * entry (-1: as if entry were NULL). NULL: place n. Read through the two functions below. */
+    const int32_t *map_of, *entry_of;
 } dr_pass;
+
+/* Map of piece n and value head j, or NULL if none is wanted. */
+DR_INLINE float *dr_pass_map(const dr_pass *p, int64_t n, int32_t j)
+{
+    const dr_problem *q = &p->plan->problem;
+    int64_t at = p->map_of != NULL ? p->map_of[n] : n;
+    int64_t size = (int64_t)(q->value_dim + q->key_dim) * q->key_dim;
+    return at < 0 ? NULL : p->maps + (at * q->value_heads + j) * size;
+}
+
+/* Entry [V,K] of piece n and value head j, or NULL: then the io's own state, or zero. */
+DR_INLINE const float *dr_pass_entry(const dr_pass *p, int64_t n, int32_t j)
+{
+    const dr_problem *q = &p->plan->problem;
+    int64_t at = p->entry == NULL ? -1 : p->entry_of != NULL ? p->entry_of[n] : n;
+    return at < 0 ? NULL : p->entry + (at * q->value_heads + j) * q->value_dim * q->key_dim;
+}
 
 typedef dr_status dr_stage(dr_pass *p);
 

@@ -63,6 +63,76 @@ DR_API dr_status dr_map_apply(const dr_context *ctx, int64_t n, int32_t K, int32
 DR_API dr_status dr_map_compose(const dr_context *ctx, int64_t n, int32_t K, int32_t V,
                                 const float *first, const float *second, float *out);
 
+/* ------------------------------------------------------------------------ */
+/* One stream over many ranks                                               */
+/* ------------------------------------------------------------------------ */
+
+/* Tokens [begin, end) of the stream belong to rank. */
+typedef struct dr_fragment {
+    int64_t begin, end;
+    int32_t rank;
+} dr_fragment;
+
+/* Who owns what. The fragments tile [0, tokens) exactly, in any order and on any ranks; a
+ * rank's tensors hold its fragments end to end, in the order of this table (its span). Empty
+ * fragments and ranks without any are fine; a rank without tokens has one empty piece. The same table feeds loaders and operators. */
+typedef struct dr_partition {
+    uint32_t size;
+    int32_t ranks;
+    int64_t count;
+    const dr_fragment *fragments; /* copied by dr_cp_plan_create */
+} dr_partition;
+#define DR_PARTITION_INIT {(uint32_t)sizeof(dr_partition), 0, 0, NULL}
+
+/* Fills fragments[ranks]: equal contiguous shares (the first tokens % ranks get one more). */
+DR_API dr_status dr_partition_contiguous(int64_t tokens, int32_t ranks, dr_fragment *fragments);
+/* Fills fragments[2 * ranks]: rank r owns shares r and 2*ranks-1-r of 2*ranks equal shares. */
+DR_API dr_status dr_partition_zigzag(int64_t tokens, int32_t ranks, dr_fragment *fragments);
+
+/* The piece of a sequence that lies in one fragment. States of a context-parallel call
+ * are per piece of this rank, in span order. */
+typedef struct dr_cp_piece {
+    int64_t sequence;     /* its number in the stream */
+    int64_t begin, end;   /* tokens of the span */
+    int32_t starts, ends; /* nonzero: holds the first, the last token of its sequence */
+} dr_cp_piece;
+
+/* A problem of the whole stream (batch 1; tokens and offsets are those of the stream), cut
+ * over the ranks of comm by a partition, with a protocol:
+ *   "p2p"        states handed on in token order by maps; pruned at document boundaries
+ *   "allgather"  every rank receives the maps that precede it within its document
+ *   "grouped:G"  maps gathered within groups of G, states handed on between groups
+ *   "doubling"   maps combined in log2 rounds; the adjoint is the transposed exchange
+ * Collective: all ranks must agree on problem, offsets, partition and protocol; otherwise
+ * every rank gets ERR_ARG naming what differs, before any tensor travels. comm and ctx must outlive
+ * the plan. */
+typedef struct dr_cp_plan dr_cp_plan;
+struct dr_comm;
+DR_API dr_status dr_cp_plan_create(const dr_context *ctx, struct dr_comm *comm,
+                                   const dr_problem *problem, const dr_partition *partition,
+                                   const char *protocol, dr_cp_plan **out);
+DR_API void dr_cp_plan_destroy(dr_cp_plan *plan); /* NULL is fine */
+
+typedef struct dr_cp_info {
+    uint32_t size;
+    int64_t tokens;  /* of this rank's span */
+    int64_t pieces;  /* N of this rank's state tensors */
+    size_t saved_bytes, scratch_bytes;
+    int64_t sends[2];      /* messages that this rank sends, forward and adjoint */
+    int64_t send_bytes[2]; /* and their bytes */
+} dr_cp_info;
+#define DR_CP_INFO_INIT {(uint32_t)sizeof(dr_cp_info), 0, 0, 0, 0, {0, 0}, {0, 0}}
+DR_API dr_status dr_cp_plan_describe(const dr_cp_plan *plan, dr_cp_info *info);
+DR_API dr_status dr_cp_plan_piece(const dr_cp_plan *plan, int64_t index, dr_cp_piece *piece);
+DR_API dr_status dr_cp_buffers_create(const dr_cp_plan *plan, dr_buffers *out);
+
+/* As dr_forward and dr_backward on this rank's span [1,T_local,...]; collective. Of
+ * initial_state the pieces that start a sequence are read, of d_final_state those that end one;
+ * final_state holds the state after each piece, d_initial_state is the gradient for pieces that start
+ * a sequence and zero for others. After a failure the communicator can no longer be used. */
+DR_API dr_status dr_cp_forward(const dr_cp_plan *plan, const dr_io *io, const dr_buffers *buffers);
+DR_API dr_status dr_cp_backward(const dr_cp_plan *plan, const dr_io *io, const dr_buffers *buffers);
+
 #ifdef __cplusplus
 }
 #endif

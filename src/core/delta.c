@@ -100,6 +100,21 @@ static dr_status check_saved(const dr_stamp *s, const dr_plan *plan)
     return DR_OK;
 }
 
+/* From here until the forward has succeeded, saved holds nothing to go back from. */
+static void void_saved(dr_stamp *s, int dir)
+{
+    if (dir > 0 && s != NULL)
+        *s = (dr_stamp){0};
+}
+
+static dr_status check_outputs(const dr_plan *plan, const dr_io *io)
+{
+    if (io->o.data == NULL && io->final_state.data == NULL && io->chunk_states.data == NULL &&
+        plan->n_chunks > 0)
+        return dr_fail(DR_ERR_ARG, "o: must be given, or else final_state or chunk_states");
+    return DR_OK;
+}
+
 /* Tokens that belong to no sequence: outputs and gradients are zero there. */
 static void zero_tails(const dr_plan *plan, const dr_io *io)
 {
@@ -128,9 +143,10 @@ static dr_status run(const dr_plan *plan, const dr_io *io, const dr_buffers *buf
     core_scratch own = pass_open(&p, &saved, plan, buffers, dir, false);
     dr_io normal;
     dr_status status = dr_io_normalise(plan, io, dir, own.order, &normal);
-    if (status == DR_OK && dir < 0)
-        status = check_saved(saved, plan);
+    if (status == DR_OK)
+        status = dir < 0 ? check_saved(saved, plan) : check_outputs(plan, &normal);
     if (status == DR_OK) {
+        void_saved(saved, dir);
         p.io = &normal;
         status = run_pass(&p);
     }
@@ -205,8 +221,8 @@ static dr_status trip_open(trip *t, const char *call, const dr_plan *plan, dr_di
     const dr_stamp *s = t->own.stamp;
     if (status == DR_OK && least > 0 &&
         !(stamp_fits(s, MAGIC_TRIP, plan) && s->dir == (int)dir && s->stage >= least &&
-          s->stage < STAGE_DONE))
-        status = dr_fail(DR_ERR_ARG, "%s: needs %s on the same buffers and direction first", call,
+          s->stage < STAGE_DONE && s->saved == t->saved && s->scratch == plan->staged_scratch))
+        status = dr_fail(DR_ERR_ARG, "%s: needs %s on the same plan, buffers and direction first", call,
                          least == STAGE_PREPARED ? "dr_prepare" : "dr_recur");
     if (status != DR_OK)
         pass_close(&t->pass);
@@ -218,7 +234,8 @@ static dr_status trip_close(trip *t, dr_status status, int reached)
 {
     if (status == DR_OK)
         *t->own.stamp = (dr_stamp){.magic = MAGIC_TRIP, .plan = plan_digest(t->pass.plan),
-                                   .dir = t->pass.dir, .stage = reached};
+                                   .dir = t->pass.dir, .stage = reached, .saved = t->saved,
+                                   .scratch = t->pass.plan->staged_scratch};
     pass_close(&t->pass);
     return status;
 }
@@ -228,11 +245,14 @@ dr_status dr_prepare(const dr_plan *plan, dr_direction dir, const dr_io *io,
 {
     trip t;
     DR_TRY(trip_open(&t, "dr_prepare", plan, dir, io, buffers, 0));
+    void_saved(t.saved, dir);
+    if (dir == DR_FORWARD && t.saved != NULL) /* what an older forward saved ends here */
+        *t.saved = (dr_stamp){0};
     return trip_close(&t, stages_of(&t.pass)->prepare(&t.pass), STAGE_PREPARED);
 }
 
-dr_status dr_summarize(const dr_plan *plan, dr_direction dir, const dr_io *io,
-                       const dr_buffers *buffers, float *maps)
+dr_status dr_summarize_some(const dr_plan *plan, dr_direction dir, const dr_io *io,
+                            const dr_buffers *buffers, float *maps, const int32_t *map_of)
 {
     if (maps == NULL)
         return dr_fail(DR_ERR_ARG, "maps: must not be NULL");
@@ -240,20 +260,35 @@ dr_status dr_summarize(const dr_plan *plan, dr_direction dir, const dr_io *io,
     DR_TRY(trip_open(&t, "dr_summarize", plan, dir, io, buffers, STAGE_PREPARED));
     int reached = t.own.stamp->stage;
     t.pass.maps = maps;
+    t.pass.map_of = map_of;
     return trip_close(&t, stages_of(&t.pass)->summarize(&t.pass), reached);
 }
 
-dr_status dr_recur(const dr_plan *plan, dr_direction dir, const dr_io *io, const dr_buffers *buffers,
-                   const float *entry, float *exit)
+dr_status dr_summarize(const dr_plan *plan, dr_direction dir, const dr_io *io,
+                       const dr_buffers *buffers, float *maps)
+{
+    return dr_summarize_some(plan, dir, io, buffers, maps, NULL);
+}
+
+dr_status dr_recur_some(const dr_plan *plan, dr_direction dir, const dr_io *io,
+                        const dr_buffers *buffers, const float *entry, const int32_t *entry_of,
+                        float *exit)
 {
     trip t;
     DR_TRY(trip_open(&t, "dr_recur", plan, dir, io, buffers, STAGE_PREPARED));
     t.pass.entry = entry;
+    t.pass.entry_of = entry_of;
     t.pass.exit = exit;
     dr_status status = stages_of(&t.pass)->recur(&t.pass);
     if (status == DR_OK && dir == DR_FORWARD && t.saved != NULL)
         *t.saved = (dr_stamp){.magic = MAGIC_SAVED, .plan = plan_digest(plan)};
     return trip_close(&t, status, STAGE_RECURRED);
+}
+
+dr_status dr_recur(const dr_plan *plan, dr_direction dir, const dr_io *io, const dr_buffers *buffers,
+                   const float *entry, float *exit)
+{
+    return dr_recur_some(plan, dir, io, buffers, entry, NULL, exit);
 }
 
 dr_status dr_output(const dr_plan *plan, dr_direction dir, const dr_io *io,

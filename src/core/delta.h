@@ -15,8 +15,10 @@
  */
 typedef struct dr_stamp {
     uint64_t magic, plan;
-    int32_t dir, stage;
-    char pad[DR_ALIGN - 24];
+    int32_t dir, stage;      /* of a trip, as the two below */
+    const void *saved;       /* the memory it began with */
+    uint64_t scratch;        /* bytes: the layout depends on the context's threads */
+    char pad[DR_ALIGN - 40];
 } dr_stamp;
 
 /* Fills *p for a trip over all heads and columns; buffers NULL: empty arenas. Afterwards
@@ -28,6 +30,13 @@ dr_status dr_pass_layout(dr_pass *p);
 /* Checks every tensor of io for a direction and writes the form of backend.h. order: room for
  * one int32_t per piece, used to check state_index. */
 dr_status dr_io_normalise(const dr_plan *plan, const dr_io *io, int dir, int32_t *order, dr_io *out);
+
+/* dr_summarize and dr_recur for some pieces only: map_of and entry_of of dr_pass. */
+dr_status dr_summarize_some(const dr_plan *plan, dr_direction dir, const dr_io *io,
+                            const dr_buffers *buffers, float *maps, const int32_t *map_of);
+dr_status dr_recur_some(const dr_plan *plan, dr_direction dir, const dr_io *io,
+                        const dr_buffers *buffers, const float *entry, const int32_t *entry_of,
+                        float *exit);
 
 dr_status dr_buffers_alloc(size_t saved, size_t scratch, dr_buffers *out);
 dr_status dr_buffers_check(const dr_buffers *b, size_t saved, bool saved_required, size_t scratch);

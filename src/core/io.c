@@ -48,7 +48,7 @@ static dr_status state_tensor(const io_check *c, const dr_tensor *t, const char 
 static dr_status common_inputs(const io_check *c, const dr_io *io, dr_io *out)
 {
     const dr_problem *p = &c->plan->problem;
-    bool kda = dr_gate_width(p) > 1 || p->variant == DR_KDA;
+    bool kda = dr_variant_find(p->variant)->gate_per_channel;
     const char *g_letters = kda ? "[B,T,HV,K]" : "[B,T,HV]";
     DR_TRY(token_tensor(c, &io->q, "q", "[B,T,H,K]", c->H, c->K, true, false, &out->q));
     DR_TRY(token_tensor(c, &io->k, "k", "[B,T,H,K]", c->H, c->K, true, false, &out->k));
@@ -74,18 +74,13 @@ static dr_status forward_tensors(const io_check *c, const dr_io *io, int64_t slo
 {
     DR_TRY(token_tensor(c, &io->o, "o", "[B,T,HV,V]", c->HV, c->V, false, true, &out->o));
     DR_TRY(state_tensor(c, &io->final_state, "final_state", slots, true, &out->final_state));
-    const int64_t N = c->NT;
-    DR_TRY(state_tensor(c, &io->chunk_states, "chunk_states", N, true, &out->chunk_states));
-    if (out->o.data == NULL && out->final_state.data == NULL && out->chunk_states.data == NULL &&
-        c->plan->n_chunks > 0)
-        return dr_fail(DR_ERR_ARG, "o: must be given, or else final_state or chunk_states");
-    return DR_OK;
+    return state_tensor(c, &io->chunk_states, "chunk_states", c->NT, true, &out->chunk_states);
 }
 
 static dr_status adjoint_tensors(const io_check *c, const dr_io *io, dr_io *out)
 {
     const dr_problem *p = &c->plan->problem;
-    bool kda = p->variant == DR_KDA;
+    bool kda = dr_variant_find(p->variant)->gate_per_channel;
     if (io->state_index != NULL)
         return dr_fail(DR_ERR_ARG, "state_index: must be NULL for the adjoint");
     DR_TRY(token_tensor(c, &io->d_o, "d_o", "[B,T,HV,V]", c->HV, c->V, false, false, &out->d_o));

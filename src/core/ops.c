@@ -19,6 +19,10 @@
                            (args)->size);                                                     \
     } while (0)
 
+/* Tensors that a direction does not check must not reach the backend: each checker starts from the
+ * caller's options alone. */
+static const dr_tensor none = DR_TENSOR_NONE;
+
 /* A tensor of the very shape of x. */
 static dr_status same_shape(const dr_context *ctx, const dr_tensor *x, const dr_tensor *t,
                             const char *name, bool required, bool output, dr_tensor *out)
@@ -74,12 +78,13 @@ static dr_status conv_state(const dr_context *ctx, const dr_tensor *t, const cha
 
 static dr_status conv_shape(const dr_context *ctx, const dr_conv_args *args, dr_conv_args *a)
 {
-    a->x = (dr_tensor)DR_TENSOR_NONE;
     dr_tensor x = args->x;
     if (x.rank == 2) { /* [T,D]: the batch axis left out */
         x = (dr_tensor){x.data, x.dtype, 3, {1, x.shape[0], x.shape[1], 0},
                         {0, x.stride[0], x.stride[1], 0}};
     }
+    if (x.rank != 3)
+        return dr_fail(DR_ERR_SHAPE, "x: expected [B,T,D] or, for one row, [T,D], got rank %d", x.rank);
     return shape_setter(ctx, &x, 3, 3, &a->x);
 }
 
@@ -88,6 +93,8 @@ static dr_status conv_check(const dr_context *ctx, const dr_conv_args *args, int
 {
     CHECK_STRUCT(args, "DR_CONV_ARGS_INIT");
     *a = *args;
+    a->x = a->weight = a->bias = a->initial_state = a->y = a->final_state = a->dy = none;
+    a->d_final_state = a->dx = a->dweight = a->dbias = a->d_initial_state = none;
     if (a->activation != DR_ACT_NONE && a->activation != DR_ACT_SILU)
         return dr_fail(DR_ERR_ARG, "activation: must be DR_ACT_NONE (0) or DR_ACT_SILU (1), got %d",
                        (int)a->activation);
@@ -201,6 +208,7 @@ static dr_status gate_run(const dr_context *ctx, const dr_gate_args *args, int d
 {
     CHECK_STRUCT(args, "DR_GATE_ARGS_INIT");
     dr_gate_args a = *args;
+    a.x = a.a_log = a.dt_bias = a.g = a.dg = a.dx = a.da_log = a.ddt_bias = none;
     if (a.gate != DR_GATE_SOFTPLUS && a.gate != DR_GATE_LOWER_BOUND)
         return dr_fail(DR_ERR_ARG, "gate: must be DR_GATE_SOFTPLUS (4) or DR_GATE_LOWER_BOUND (5; there "
                        "is no default), got %d", (int)a.gate);
@@ -255,6 +263,7 @@ static dr_status beta_run(const dr_context *ctx, const dr_beta_args *args, int d
 {
     CHECK_STRUCT(args, "DR_BETA_ARGS_INIT");
     dr_beta_args a = *args;
+    a.x = a.beta = a.dbeta = a.dx = none;
     if (a.scale == 0)
         a.scale = 1;
     if (a.scale != 1 && a.scale != 2)
@@ -288,6 +297,7 @@ static dr_status l2norm_run(const dr_context *ctx, const dr_l2norm_args *args, i
 {
     CHECK_STRUCT(args, "DR_L2NORM_ARGS_INIT");
     dr_l2norm_args a = *args;
+    a.x = a.y = a.dy = a.dx = none;
     DR_TRY(check_eps(&a.eps));
     DR_TRY(shape_setter(ctx, &args->x, 1, DR_MAX_RANK, &a.x));
     if (dir > 0) {
@@ -318,6 +328,7 @@ static dr_status norm_run(const dr_context *ctx, const dr_norm_args *args, int d
 {
     CHECK_STRUCT(args, "DR_NORM_ARGS_INIT");
     dr_norm_args a = *args;
+    a.x = a.gate = a.weight = a.y = a.dy = a.dx = a.dgate = a.dweight = none;
     if (a.activation != DR_ACT_SILU && a.activation != DR_ACT_SIGMOID)
         return dr_fail(DR_ERR_ARG, "activation: must be DR_ACT_SILU (1) or DR_ACT_SIGMOID (2; there is no "
                        "default), got %d", (int)a.activation);

@@ -7,6 +7,7 @@
 
 static dr_status measure(dr_plan *plan, int dir, bool staged, size_t *saved, size_t *scratch)
 {
+    *saved = *scratch = 0;
     dr_pass p;
     dr_pass_open(&p, plan, NULL, dir, staged);
     DR_TRY(dr_pass_layout(&p));
@@ -19,7 +20,7 @@ static dr_status measure(dr_plan *plan, int dir, bool staged, size_t *saved, siz
 
 static dr_status measure_all(dr_plan *plan)
 {
-    size_t saved, other, staged_forward, staged_backward;
+    size_t saved = 0, other = 0, staged_forward = 0, staged_backward = 0;
     DR_TRY(measure(plan, +1, false, &plan->saved, &plan->forward_scratch));
     DR_TRY(measure(plan, -1, false, &saved, &plan->backward_scratch));
     DR_TRY(measure(plan, +1, true, &other, &staged_forward));
@@ -99,7 +100,7 @@ dr_status dr_buffers_alloc(size_t saved, size_t scratch, dr_buffers *out)
     b.saved_bytes = saved;
     b.scratch_bytes = scratch;
     b.saved = dr_alloc(saved);
-    b.scratch = dr_alloc(scratch);
+    b.scratch = b.saved != NULL ? dr_alloc(scratch) : NULL;
     *out = b;
     if (b.saved == NULL || b.scratch == NULL) {
         dr_buffers_destroy(out);

@@ -33,9 +33,10 @@ typedef struct dr_ref_lane {
     dr_ref_token token;
     double *S;       /* [K,V+K] */
     double *row;     /* [max(K,V)] */
-    /* adjoint only; G value heads share a key head, c is the longest chunk */
+    double *d_decay; /* [K]; adjoint only, as all below */
+    /* G value heads share a key head, L is the most chunks of a piece, c the longest chunk */
     double *dS;      /* [G,K,V] */
-    double *entries; /* [G,chunks of the longest piece,K,V]: states entering the chunks */
+    double *entries; /* [G,L,K,V]: states entering the chunks, where saved has only the first */
     double *history; /* [c+1,K,V]: states before and after each token of a chunk */
     double *dq, *dk; /* [c,K], summed over the G value heads */
 } dr_ref_lane;
@@ -52,27 +53,23 @@ typedef struct dr_ref_trip {
 } dr_ref_trip;
 dr_ref_trip dr_ref_carve(dr_pass *p);
 
-/* Where a piece's states come from and go to; data NULL: zero, or not wanted. slot is
- * the piece itself, or its slot of a pool; -1: a padding sequence. */
-typedef struct dr_ref_ends {
-    dr_tensor from, to[2];
-    int64_t slot_from, slot_to[2];
-} dr_ref_ends;
-dr_ref_ends dr_ref_find_ends(const dr_pass *p, int64_t piece);
-
 /* Columns [c0, c0 + n) of a state [slot,j], any dtype and stride, to and from S [K,n]. */
 void dr_ref_load_state(const dr_tensor *from, int64_t slot, int32_t j, int32_t K, int32_t c0,
                        int32_t n, double *S);
 void dr_ref_store_state(const dr_tensor *to, int64_t slot, int32_t j, int32_t K, int32_t c0,
                         int32_t n, const double *S);
 
+/* The same where a piece's states come from and go to: entry and exit of the pass, the
+ * states of io and its pool. */
+void dr_ref_load_entry(const dr_pass *p, int64_t piece, int32_t j, int32_t c0, int32_t n,
+                       double *S);
+void dr_ref_store_exit(const dr_pass *p, int64_t piece, int32_t j, int32_t c0, int32_t n,
+                       const double *S);
+
 void dr_ref_load_row(const dr_tensor *from, int64_t b, int64_t t, int32_t h, int32_t c0,
                      int32_t n, double *out);
 void dr_ref_store_row(const dr_tensor *to, int64_t b, int64_t t, int32_t h, int32_t c0,
                       int32_t n, const double *in);
-/* Zeroes what no piece owns of a tensor [B,T,..,..]: tokens of row 0 from the plan's tail
- * on, heads [h0, h1). */
-void dr_ref_clear_tail(const dr_plan *plan, const dr_tensor *x, int32_t h0, int32_t h1);
 
 /* Reads token t of row b for value head j; n columns of v (and d_o) from c0. */
 void dr_ref_load_token(const dr_pass *p, int64_t b, int64_t t, int32_t j, int32_t c0, int32_t n,
@@ -98,6 +95,20 @@ DR_INLINE double dr_ref_sigmoid(double x)
 }
 
 DR_INLINE double dr_ref_softplus(double x) { return fmax(x, 0) + log1p(exp(-fabs(x))); }
+
+/* a = exp(a_log) and dt_bias of a value head and channel; absent means 1 and 0. */
+typedef struct dr_ref_gate_params {
+    double a, dt_bias;
+} dr_ref_gate_params;
+
+DR_INLINE dr_ref_gate_params dr_ref_load_gate_params(const dr_tensor *a_log,
+                                                     const dr_tensor *dt_bias, int64_t j, int64_t c)
+{
+    return (dr_ref_gate_params){
+        a_log->data ? exp(dr_get(dr_at(a_log, j, 0, 0, 0), a_log->dtype, 0)) : 1,
+        dt_bias->data ? dr_get(dr_at(dt_bias, j, c, 0, 0), dt_bias->dtype, 0) : 0,
+    };
+}
 
 /* The raw gate forms at x (bias included), a = exp(a_log): g, and its slopes in x and a_log. */
 typedef struct dr_ref_gate_point {
