@@ -183,7 +183,8 @@ static void put_record(FILE *f, const char *name, int rank, const int64_t *shape
     fwrite(&length, 4, 1, f);
     fwrite(name, 1, length, f);
     fwrite(&r, 4, 1, f);
-    fwrite(shape, 8, (size_t)rank, f);
+    if (rank > 0)
+        fwrite(shape, 8, (size_t)rank, f);
     fwrite(values, 8, count, f);
 }
 
@@ -447,6 +448,23 @@ static void test_verify(void **state)
     }
 }
 
+/* The golden files of other groups, through the command. */
+static void test_verify_golden(void **state)
+{
+    (void)state;
+    static const char *const names[] = {"delta_gdn", "delta_kda_packed", "delta_kda_strong",
+                                        "layer_gdn_packed", "layer_kda_pair"};
+    for (size_t i = 0; i < COUNT(names); i++) {
+        char arguments[256];
+        snprintf(arguments, sizeof arguments, "verify '%s/golden/%s.bin' --json",
+                 DR_TEST_SOURCE_DIR, names[i]);
+        outcome o = expect_exit(arguments, 0);
+        assert_true(expect_json(o.out) >= 10);
+        assert_non_null(strstr(o.out, "\"ok\":true}\n"));
+        done(&o);
+    }
+}
+
 static void test_verify_finds_errors(void **state)
 {
     (void)state;
@@ -578,15 +596,11 @@ static int remove_folder(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_usage),
-        cmocka_unit_test(test_help),
-        cmocka_unit_test(test_info),
-        cmocka_unit_test(test_check),
-        cmocka_unit_test(test_bench),
-        cmocka_unit_test(test_verify),
-        cmocka_unit_test(test_verify_finds_errors),
-        cmocka_unit_test(test_verify_refuses),
-        cmocka_unit_test(test_verify_damage),
+        cmocka_unit_test(test_usage),          cmocka_unit_test(test_help),
+        cmocka_unit_test(test_info),           cmocka_unit_test(test_check),
+        cmocka_unit_test(test_bench),          cmocka_unit_test(test_verify),
+        cmocka_unit_test(test_verify_golden),  cmocka_unit_test(test_verify_finds_errors),
+        cmocka_unit_test(test_verify_refuses), cmocka_unit_test(test_verify_damage),
     };
     return cmocka_run_group_tests(tests, make_folder, remove_folder);
 }

@@ -81,6 +81,10 @@ static void declare_states(dr_case_run *run)
         return;
     int64_t slots = make_pool(run, &io->state_index);
     extents e = c->state_v_first ? E4(slots, c->HV, c->V, c->K) : E4(slots, c->HV, c->K, c->V);
+    if (c->flags & DR_CASE_FRESH) {
+        output(run, &io->final_state, "final_state", c->state_dtype, e);
+        return;
+    }
     input(run, &io->initial_state, "initial_state", c->state_dtype, e, DR_VALUES_EVEN, 1);
     if (c->flags & (DR_CASE_IN_PLACE | DR_CASE_POOL))
         dr_case_alias(run, &io->final_state, "final_state", "initial_state");

@@ -142,6 +142,8 @@ static const dr_case table[] = {
      PACKED(holes), .keep = DR_KEEP_STATES},
     {.name = "gdn-no-state", GDN(DELTA), DIMS(2, 70, 1, 2, 16, 16), LOG(.2), VALUE,
      FLAGS(DR_CASE_NO_STATE)},
+    {.name = "gdn-fresh", GDN(DELTA), DIMS(2, 70, 1, 2, 16, 16), LOG(.2), VALUE,
+     FLAGS(DR_CASE_FRESH)},
     {.name = "gdn-few", GDN(DELTA), DIMS(1, 70, 1, 2, 16, 16), SOFTPLUS, VALUE, FLAGS(DR_CASE_FEW)},
     {.name = "gdn-in-place", GDN(DELTA), DIMS(2, 70, 1, 2, 16, 16), LOG(.2), VALUE,
      FLAGS(DR_CASE_IN_PLACE)},

@@ -50,19 +50,20 @@ typedef enum dr_case_layout {
 
 enum dr_case_flag {
     DR_CASE_NO_STATE = 1u << 0,      /* no initial and no final state, nor their gradients */
-    DR_CASE_IN_PLACE = 1u << 1,      /* the final state in the initial one's memory; forward only */
-    DR_CASE_POOL = 1u << 2,          /* state_index over a larger pool, in place; forward only */
-    DR_CASE_ENTRY = 1u << 3,         /* STAGES: entry and exit through the call, not through io */
-    DR_CASE_FEW = 1u << 4,           /* only some of the gradients are wanted */
-    DR_CASE_NO_BIAS = 1u << 5,       /* no dt_bias, bias */
-    DR_CASE_NO_A_LOG = 1u << 6,      /* lower-bounded gate without a_log */
-    DR_CASE_ALTERNATE = 1u << 7,     /* g is 0 and -decay in turn */
-    DR_CASE_STATE_PLUS = 1u << 8,    /* CONV: states of halo + 1 columns */
-    DR_CASE_NO_SAVED = 1u << 9,      /* nothing kept for an adjoint; forward only */
-    DR_CASE_MASK = 1u << 10,         /* LAYER: padding tokens */
-    DR_CASE_TRANSPOSED = 1u << 11,   /* MATMUL: both operands transposed */
-    DR_CASE_CHUNK_STATES = 1u << 12, /* DELTA: the states entering the chunks too */
-    DR_CASE_FULL = 1u << 13          /* not part of a quick run */
+    DR_CASE_FRESH = 1u << 1,         /* DELTA: from zero; only the final state is wanted */
+    DR_CASE_IN_PLACE = 1u << 2,      /* the final state in the initial one's memory; forward only */
+    DR_CASE_POOL = 1u << 3,          /* state_index over a larger pool, in place; forward only */
+    DR_CASE_ENTRY = 1u << 4,         /* STAGES: entry and exit through the call, not through io */
+    DR_CASE_FEW = 1u << 5,           /* only some of the gradients are wanted */
+    DR_CASE_NO_BIAS = 1u << 6,       /* no dt_bias, bias */
+    DR_CASE_NO_A_LOG = 1u << 7,      /* lower-bounded gate without a_log */
+    DR_CASE_ALTERNATE = 1u << 8,     /* g is 0 and -decay in turn */
+    DR_CASE_STATE_PLUS = 1u << 9,    /* CONV: states of halo + 1 columns */
+    DR_CASE_NO_SAVED = 1u << 10,     /* nothing kept for an adjoint; forward only */
+    DR_CASE_MASK = 1u << 11,         /* LAYER: padding tokens */
+    DR_CASE_TRANSPOSED = 1u << 12,   /* MATMUL: both operands transposed */
+    DR_CASE_CHUNK_STATES = 1u << 13, /* DELTA: the states entering the chunks too */
+    DR_CASE_FULL = 1u << 14          /* not part of a quick run */
 };
 
 /* Zero means the default of the struct that the field goes into. */

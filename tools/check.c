@@ -7,6 +7,7 @@
 #include "cases.h"
 #include "tool.h"
 
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -132,7 +133,7 @@ static void compare_run(const settings *s, const dr_case *c, const dr_context *c
         report_tensor(s, c, ctx, t, &e);
         total->tensors++;
         total->failed += !e.ok;
-        if (!(e.relative / e.limit <= total->worst)) {
+        if (!(e.relative / e.limit <= total->worst) && !isnan(total->worst)) {
             total->worst = e.relative / e.limit;
             snprintf(total->where, sizeof total->where, "%s of %s", t->name, c->name);
         }

@@ -8,18 +8,32 @@
 #include <math.h>
 #include <string.h>
 
+/* Rows that spend their time in the exponential are compiled for wider vectors as well; the
+ * loader picks what the processor has. */
+#if defined(__x86_64__) && !defined(__SANITIZE_THREAD__)
+#define WIDE __attribute__((target_clones("default", "avx2")))
+#else
+#define WIDE
+#endif
+
 /* First token of range i (NOTE [Same bits]). */
 static inline int64_t range(int64_t T, int64_t i) { return T * i / DR_LM_BLOCKS; }
 
-/* exp(x) to 2 ulp; 0 and infinity far outside. x = n ln 2 + r, the polynomial gives
- * exp(r), adding n to the exponent bits multiplies by 2^n. */
+/* exp(x) to 2 ulp for x from -87 to 88, a number from 0 to exp(88) for anything else, NaN
+ * included: gates and softmax see no more. x = n ln 2 + r, the polynomial gives exp(r), adding
+ * n to the exponent bits multiplies by 2^n. The limit of 88 to both sides goes by way of the
+ * bits, because a comparison would keep compilers from making vectors of the loops around it. */
 static inline float exp_of(float x)
 {
-    const float round = 12582912.0f; /* 1.5 * 2^23: adding it rounds to a whole number */
-    float inside = x > -87.0f ? x : -87.0f; /* so that a NaN does not reach the integer */
-    inside = inside < 88.0f ? inside : 88.0f;
-    float n = (inside * 1.44269504f + round) - round;
-    float r = (inside - n * 0.693145752f) - n * 1.42860677e-6f;
+    const float round = 12582912.0f; /* 1.5 * 2^23: the sum's last bits are the whole number n */
+    const int32_t high = 0x42b00000; /* the bits of 88 */
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    int32_t size = (int32_t)(bits & 0x7fffffff), over = (high - size) >> 31;
+    bits = (bits & 0x80000000) | (uint32_t)((size & ~over) | (high & over));
+    memcpy(&x, &bits, sizeof x);
+    float sum = x * 1.44269504f + round, n = sum - round;
+    float r = (x - n * 0.693145752f) - n * 1.42860677e-6f;
     float p = 1.0f / 5040;
     p = p * r + 1.0f / 720;
     p = p * r + 1.0f / 120;
@@ -28,11 +42,11 @@ static inline float exp_of(float x)
     p = p * r + 0.5f;
     p = p * r + 1.0f;
     p = p * r + 1.0f;
-    int32_t bits = ((int32_t)n + 127) << 23;
     float scale;
+    memcpy(&bits, &sum, sizeof bits);
+    bits = (bits + 127) << 23;
     memcpy(&scale, &bits, sizeof scale);
-    p *= scale;
-    return x < -87.0f ? 0.0f : x > 88.0f ? INFINITY : p;
+    return p * scale;
 }
 
 void dr_lm_embed(int threads, int64_t T, int64_t D, const int32_t *symbols, const float *table,
@@ -118,32 +132,54 @@ void dr_lm_norm_backward(int threads, int64_t T, int64_t D, const float *x, cons
             dw[k] += partial[i * D + k];
 }
 
+WIDE static void swiglu_row(int64_t F, const float *gate, const float *up, float *out)
+{
+#pragma omp simd
+    for (int64_t k = 0; k < F; k++) {
+        float e = exp_of(gate[k]);
+        out[k] = gate[k] * (e / (1 + e)) * up[k];
+    }
+}
+
+/* d_gate and d_up may be gate and up. */
+WIDE static void swiglu_row_backward(int64_t F, const float *gate, const float *up, const float *g,
+                                     float *d_gate, float *d_up)
+{
+#pragma omp simd
+    for (int64_t k = 0; k < F; k++) {
+        float z = gate[k], other = up[k], e = exp_of(z);
+        float s = e / (1 + e), rest = 1 / (1 + e);
+        d_up[k] = g[k] * z * s;
+        d_gate[k] = g[k] * other * s * (1 + z * rest);
+    }
+}
+
 void dr_lm_swiglu(int threads, int64_t T, int64_t F, const float *u, float *h)
 {
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t t = 0; t < T; t++) {
-        const float *gate = u + t * 2 * F, *up = gate + F;
-        float *out = h + t * F;
-        for (int64_t k = 0; k < F; k++)
-            out[k] = gate[k] / (1 + exp_of(-gate[k])) * up[k];
-    }
+    for (int64_t t = 0; t < T; t++)
+        swiglu_row(F, u + t * 2 * F, u + t * 2 * F + F, h + t * F);
 }
 
 void dr_lm_swiglu_backward(int threads, int64_t T, int64_t F, const float *u, const float *dh,
                            float *du)
 {
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t t = 0; t < T; t++) {
-        const float *gate = u + t * 2 * F, *up = gate + F, *g = dh + t * F;
-        float *d_gate = du + t * 2 * F, *d_up = d_gate + F;
-#pragma omp simd
-        for (int64_t k = 0; k < F; k++) {
-            float z = gate[k], other = up[k];
-            float s = 1 / (1 + exp_of(-z));
-            d_up[k] = g[k] * z * s;
-            d_gate[k] = g[k] * other * s * (1 + z * (1 - s));
-        }
+    for (int64_t t = 0; t < T; t++)
+        swiglu_row_backward(F, u + t * 2 * F, u + t * 2 * F + F, dh + t * F, du + t * 2 * F,
+                            du + t * 2 * F + F);
+}
+
+/* row becomes exp(row - most); returns the sum. */
+WIDE static float exponentials(int64_t S, float most, float *row)
+{
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t k = 0; k < S; k++) {
+        row[k] = exp_of(row[k] - most);
+        sum += row[k];
     }
+    return sum;
 }
 
 double dr_lm_cross_entropy(int threads, int64_t T, int64_t S, float *logits, const int32_t *target,
@@ -152,19 +188,16 @@ double dr_lm_cross_entropy(int threads, int64_t T, int64_t S, float *logits, con
     const float share = 1 / (float)T;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t t = 0; t < T; t++) {
-        float *row = logits + t * S, most = row[0], sum = 0, hit = row[target[t]];
+        float *row = logits + t * S, most = row[0], hit = row[target[t]];
         for (int64_t k = 0; k < S; k++)
             most = row[k] > most ? row[k] : most;
-#pragma omp simd reduction(+ : sum)
-        for (int64_t k = 0; k < S; k++)
-            sum += exp_of(row[k] - most);
+        float sum = exponentials(S, most, row);
         rows[t] = log((double)sum) + (double)most - (double)hit;
-        if (!gradient)
-            continue;
         float scale = share / sum;
-        for (int64_t k = 0; k < S; k++)
-            row[k] = exp_of(row[k] - most) * scale;
-        row[target[t]] -= share;
+        for (int64_t k = 0; gradient && k < S; k++)
+            row[k] *= scale;
+        if (gradient)
+            row[target[t]] -= share;
     }
     double loss = 0;
     for (int64_t t = 0; t < T; t++)

@@ -38,8 +38,8 @@ void dr_lm_swiglu(int threads, int64_t T, int64_t F, const float *u, float *h);
 void dr_lm_swiglu_backward(int threads, int64_t T, int64_t F, const float *u, const float *dh,
                            float *du);
 
-/* The mean of -log softmax(logits[t])[target[t]] in nats. Where gradient is nonzero, logits
- * become the gradient of that mean. rows: [T], scratch. */
+/* The mean of -log softmax(logits[t])[target[t]] in nats. The logits are used up; where
+ * gradient is nonzero they become the gradient of that mean. rows: [T], scratch. */
 double dr_lm_cross_entropy(int threads, int64_t T, int64_t S, float *logits, const int32_t *target,
                            int gradient, double *rows);
 

@@ -273,9 +273,9 @@ static int64_t carve_run(dr_lm_run *r, float *base)
             break;
         carve_norm(&c, T, D, &v->mlp_x, &v->mlp_rstd, &v->mlp_normed);
         v->gate_up = carve(&c, T, 2 * F);
+        v->inner = carve(&c, T, F);
     }
     r->y = carve(&c, T, D);
-    r->inner = carve(&c, T, F);
     r->logits = carve(&c, T, DR_LM_BYTES);
     if (r->training) {
         r->dx = carve(&c, T, D);
@@ -476,8 +476,8 @@ dr_status dr_lm_run_forward(dr_lm_run *r, const dr_lm_batch *b, dr_lm_states *st
         dr_lm_norm(threads, T, D, NORM_EPS, v->x, r->y, m->views[p->mlp_norm].data, v->mlp_x,
                    v->mlp_rstd, v->mlp_normed);
         LM_TRY(linear(m, T, p->gate_up, v->mlp_normed, v->gate_up));
-        dr_lm_swiglu(threads, T, F, v->gate_up, r->inner);
-        LM_TRY(linear(m, T, p->down, r->inner, r->y));
+        dr_lm_swiglu(threads, T, F, v->gate_up, v->inner);
+        LM_TRY(linear(m, T, p->down, v->inner, r->y));
     }
     dr_lm_norm(threads, T, D, NORM_EPS, v[-1].mlp_x, r->y, m->views[m->norm].data, v->x, v->rstd,
                v->normed);
@@ -522,10 +522,9 @@ dr_status dr_lm_run_backward(dr_lm_run *r, const dr_lm_batch *b, float *gradient
     for (int32_t l = m->config.layers - 1; l >= 0; l--) {
         const dr_lm_block *p = &m->blocks[l];
         v--;
-        /* Inner values are made again; they, and the gate's, end as their own gradients. */
-        dr_lm_swiglu(m->threads, T, F, v->gate_up, r->inner);
-        LM_TRY(linear_backward(r, T, p->down, r->inner, r->dx, r->inner));
-        dr_lm_swiglu_backward(m->threads, T, F, v->gate_up, r->inner, v->gate_up);
+        /* The values inside the SwiGLU end as their own gradients. */
+        LM_TRY(linear_backward(r, T, p->down, v->inner, r->dx, v->inner));
+        dr_lm_swiglu_backward(m->threads, T, F, v->gate_up, v->inner, v->gate_up);
         LM_TRY(linear_backward(r, T, p->gate_up, v->mlp_normed, v->gate_up, r->dnormed));
         norm_backward(r, T, p->mlp_norm, v->mlp_x, v->mlp_rstd);
         LM_TRY(layer_backward(r, l, T));

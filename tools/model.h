@@ -77,7 +77,7 @@ void dr_lm_states_free(dr_lm_states *states);
 typedef struct dr_lm_values {
     float *x, *rstd, *normed;             /* in front of the layer */
     float *mlp_x, *mlp_rstd, *mlp_normed; /* in front of the SwiGLU */
-    float *gate_up;
+    float *gate_up, *inner;
     void *saved;                          /* of the layer */
 } dr_lm_values;
 
@@ -88,7 +88,7 @@ typedef struct dr_lm_run {
     bool training;
     float *memory;
     dr_lm_values values[DR_LM_MAX_LAYERS + 1]; /* the last: the final norm's x, rstd, normed */
-    float *y, *inner, *logits;                 /* [T,D], [T,F], [T,256] */
+    float *y, *logits;                         /* [T,D], [T,256] */
     float *dx, *dnormed, *partial;             /* training only */
     double *rows;
     int64_t *order;

@@ -64,7 +64,7 @@ int dr_tool_status(dr_status status)
  * so the first can say "deltarule NAME" and the second stay "deltarule". */
 void dr_tool_parse(const char *name, const struct argp *argp, int argc, char **argv, void *input)
 {
-    char option[64];
+    static char option[64]; /* argp keeps it as the name of the program */
     char **longer = malloc((size_t)(argc + 2) * sizeof *longer);
     if (longer == NULL) {
         dr_tool_error("no memory for the command line");

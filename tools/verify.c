@@ -251,7 +251,7 @@ static bool check_reference(const settings *s, const dr_verify_job *job, const d
         dr_dtype stored = dr_case_tensor_at(run, dr_case_find(run, item->tensor))->dtype;
         dr_case_error e =
             dr_case_compare(a, item->values, item->count, stored, DR_CASE_FP64, item->doubt);
-        if (!(e.relative / e.limit <= v->reference_worst)) {
+        if (!(e.relative / e.limit <= v->reference_worst) && !isnan(v->reference_worst)) {
             v->reference_worst = e.relative / e.limit;
             snprintf(v->reference_where, sizeof v->reference_where, "%s", item->label);
         }

@@ -71,6 +71,7 @@ void dr_verify_gdn(dr_verify_maker *m);
 void dr_verify_kda(dr_verify_maker *m);
 void dr_verify_conv(dr_verify_maker *m);
 void dr_verify_gate(dr_verify_maker *m);
+void dr_verify_layer(dr_verify_maker *m);
 void dr_verify_layer_gdn(dr_verify_maker *m);
 void dr_verify_layer_kda(dr_verify_maker *m);
 

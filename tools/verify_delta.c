@@ -62,7 +62,7 @@ static void read_delta_dims(dr_verify_maker *m, dr_case *c)
         dr_verify_refuse(m, "records \"h0\" and \"dht\": both or neither, got \"%s\" alone",
                          h0 ? "h0" : "dht");
     if (!h0)
-        c->flags |= DR_CASE_NO_STATE;
+        c->flags |= DR_CASE_FRESH;
 }
 
 static void add_delta_inputs(dr_verify_maker *m, dr_verify_job *job, bool adjoint)
@@ -117,10 +117,9 @@ static void add_delta_outputs(dr_verify_maker *m, dr_verify_job *job)
     dr_verify_output(m, job, "dv", dr_verify_record(m, "dv", rows));
     dr_verify_output(m, job, "dg", dr_verify_record(m, "dg", gates))->doubt = doubt_of_dg(m, keys);
     dr_verify_output(m, job, "dbeta", dr_verify_record(m, "dbeta", heads));
-    if (c->flags & DR_CASE_NO_STATE)
-        return;
     dr_verify_output(m, job, "final_state", dr_verify_record(m, "ht", state));
-    dr_verify_output(m, job, "d_initial_state", dr_verify_record(m, "dh0", state));
+    if (!(c->flags & DR_CASE_FRESH))
+        dr_verify_output(m, job, "d_initial_state", dr_verify_record(m, "dh0", state));
 }
 
 /* The states entering all chunks, from one record per chunk, [B,HV,K,V], to [B*chunks,...]. */
@@ -168,7 +167,7 @@ static void make_delta(dr_verify_maker *m, dr_variant variant)
     dr_verify_job *step = dr_verify_start(m, DR_CASE_STEP);
     step->c = whole->c;
     step->c.op = DR_CASE_STEP;
-    step->c.flags &= ~(uint32_t)DR_CASE_NO_STATE;
+    step->c.flags &= ~(uint32_t)DR_CASE_FRESH;
     add_delta_inputs(m, whole, true);
     add_delta_outputs(m, whole);
     add_chunk_states(m, whole);

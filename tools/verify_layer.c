@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * verify_layer.c - makers of the kinds layer-gdn and layer-kda: the file's names of parameters
- * and the library's.
+ * verify_layer.c - makers of the kinds layer-gdn and layer-kda, whose parameters have names of
+ * their own, and layer, which uses the library's and records the whole configuration, carried
+ * states included.
  */
 #include "verify.h"
 
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -77,12 +79,15 @@ static dr_verify_job *start_layer(dr_verify_maker *m, dr_variant variant)
     c->hidden = (int32_t)x->shape[2];
     int32_t *fields[] = {&c->H, &c->HV, &c->K, &c->V};
     for (int i = 0; dims->values != NULL && i < 4; i++) {
-        if (dims->values[i] < 1 || dims->values[i] > 65536) {
-            dr_verify_refuse(m, "record \"dims\": value %d must be 1 to 65536, got %g", i,
-                             dims->values[i]);
+        double n = dims->values[i];
+        if (n < 1 || n > 65536 || n != floor(n)) {
+            dr_verify_refuse(m,
+                             "record \"dims\": value %d must be a whole number from 1 to 65536, "
+                             "got %g",
+                             i, n);
             return job;
         }
-        *fields[i] = (int32_t)dims->values[i];
+        *fields[i] = (int32_t)n;
     }
     c->eps = 1e-6; /* of every norm in these files */
     dr_verify_offsets(m, c);
@@ -196,4 +201,89 @@ void dr_verify_layer_kda(dr_verify_maker *m)
         add_product(m, job, 'g', (int64_t)c->HV * c->V, &m->set->owned[1]);
     else
         add_params(m, job, kda_full);
+}
+
+/* ------------------------------------------------------------------------ */
+/* The library's own names                                                  */
+/* ------------------------------------------------------------------------ */
+
+/* Puts the record "config" into c: numbers in the order of dr_layer_config's fields. */
+static void read_config(dr_verify_maker *m, dr_case *c)
+{
+    int32_t kind = 0, conv_bias = 0, gate = 0;
+    const struct {
+        int32_t *whole;
+        double *real;
+    } fields[] = {{&kind, NULL},           {&c->hidden, NULL},     {&c->H, NULL},
+                  {&c->HV, NULL},          {&c->K, NULL},          {&c->V, NULL},
+                  {&c->width, NULL},       {&conv_bias, NULL},     {&gate, NULL},
+                  {NULL, &c->lower_bound}, {NULL, &c->beta_scale}, {&c->gate_rank, NULL},
+                  {NULL, &c->eps}};
+    enum { FIELDS = sizeof fields / sizeof fields[0] };
+    const dr_record *r = dr_verify_record(m, "config", DR_E1(FIELDS));
+    for (int i = 0; r->values != NULL && i < FIELDS; i++) {
+        double x = r->values[i];
+        if (fields[i].real != NULL)
+            *fields[i].real = x;
+        else if (x >= 0 && x <= 65536 && x == floor(x))
+            *fields[i].whole = (int32_t)x;
+        else
+            dr_verify_refuse(m,
+                             "record \"config\": value %d must be a whole number from 0 to "
+                             "65536, got %g",
+                             i, x);
+    }
+    c->variant = kind == DR_LAYER_GDN ? DR_GDN : DR_KDA;
+    c->gate = (dr_gate)gate;
+    c->flags |= conv_bias ? 0 : DR_CASE_NO_BIAS;
+    if (kind != DR_LAYER_GDN && kind != DR_LAYER_KDA)
+        dr_verify_refuse(m, "record \"config\": value 0 must be 1 (GDN) or 2 (KDA), got %d", kind);
+    if (c->H < 1 || c->K < 1 || c->V < 1 || c->width < 1)
+        dr_verify_refuse(m, "record \"config\": heads and widths must be 1 or more");
+}
+
+static void add_states(dr_verify_maker *m, dr_verify_job *job)
+{
+    const dr_case *c = &job->c;
+    const int64_t N = c->offsets ? c->N : c->B, HV = c->HV ? c->HV : c->H;
+    const dr_verify_extents state = DR_E4(N, HV, c->K, c->V);
+    const dr_verify_extents conv = DR_E3(N, 2 * (int64_t)c->H * c->K + HV * c->V, c->width - 1);
+    static const char *const inputs[] = {"conv_in", "state_in", "d_conv_out", "d_state_out"};
+    static const char *const outputs[] = {"conv_out", "state_out", "d_conv_in", "d_state_in"};
+    for (int i = 0; i < 4; i++) {
+        const dr_verify_extents e = i % 2 ? state : conv;
+        dr_verify_input(m, job, inputs[i], dr_verify_record(m, inputs[i], e));
+        dr_verify_output(m, job, outputs[i], dr_verify_record(m, outputs[i], e));
+    }
+}
+
+void dr_verify_layer(dr_verify_maker *m)
+{
+    dr_verify_job *job = dr_verify_start(m, DR_CASE_LAYER);
+    dr_case *c = &job->c;
+    m->set->f32_only = true;
+    read_config(m, c);
+    const dr_record *x = dr_verify_record(m, "x", DR_E3(-1, -1, c->hidden));
+    const dr_verify_extents rows = DR_E3(x->shape[0], x->shape[1], c->hidden);
+    c->B = x->shape[0];
+    c->T = x->shape[1];
+    dr_verify_record(m, "layout", DR_E1(2)); /* the extents of x again */
+    if (dr_verify_has(m, "offsets"))
+        dr_verify_offsets(m, c);
+    dr_verify_input(m, job, "x", x);
+    dr_verify_input(m, job, "dy", dr_verify_record(m, "dy", rows));
+    dr_verify_output(m, job, "y", dr_verify_record(m, "y", rows));
+    dr_verify_output(m, job, "dx", dr_verify_record(m, "d_x", rows));
+    for (int64_t i = 0; i < m->file->count; i++) {
+        const char *name = m->file->records[i].name;
+        if (strncmp(name, "param.", 6) != 0)
+            continue;
+        const dr_record *grad = param_record(m, "grad", name + 6);
+        dr_verify_input(m, job, name + 6, param_record(m, "param", name + 6));
+        dr_verify_output(m, job, grad->name, grad);
+    }
+    if (dr_verify_has(m, "state_in"))
+        add_states(m, job);
+    else
+        c->flags |= DR_CASE_NO_STATE;
 }

@@ -222,7 +222,7 @@ static dr_status trip_open(trip *t, const char *call, const dr_plan *plan, dr_di
     if (status == DR_OK && least > 0 &&
         !(stamp_fits(s, MAGIC_TRIP, plan) && s->dir == (int)dir && s->stage >= least &&
           s->stage < STAGE_DONE && s->saved == t->saved && s->scratch == plan->staged_scratch))
-        status = dr_fail(DR_ERR_ARG, "%s: needs %s on the same plan, buffers and direction first", call,
+        status = dr_fail(DR_ERR_ARG, "%s: needs %s on the same buffers and direction first", call,
                          least == STAGE_PREPARED ? "dr_prepare" : "dr_recur");
     if (status != DR_OK)
         pass_close(&t->pass);

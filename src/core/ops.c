@@ -84,7 +84,7 @@ static dr_status conv_shape(const dr_context *ctx, const dr_conv_args *args, dr_
                         {0, x.stride[0], x.stride[1], 0}};
     }
     if (x.rank != 3)
-        return dr_fail(DR_ERR_SHAPE, "x: expected [B,T,D] or, for one row, [T,D], got rank %d", x.rank);
+        return dr_fail(DR_ERR_SHAPE, "x: rank must be 3, or 2 where the only batch row is left out, got %d", x.rank);
     return shape_setter(ctx, &x, 3, 3, &a->x);
 }
 

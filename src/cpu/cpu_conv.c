@@ -25,10 +25,13 @@
 #include "cpu/cpu_rows.h"
 #include "base/half.h"
 
+#define NO_CARRY INT64_MIN
+
 enum {
     TAPS = 32,            /* largest group of taps */
     BLOCK = 256,          /* tokens of a forward task */
-    FLAT = 8, TALL = 64,  /* tokens of a tile, where channels (tokens) are contiguous */
+    TALLEST = 64,         /* tokens of a tile; with token rows of many channels it is */
+    SHORTEST = 8,         /* shorter, with rows of few channels taller */
     FORWARD_ROOM = 8192,  /* floats of a task's memory */
     ADJOINT_ROOM = 16384,
     FLUSH = 128
@@ -59,11 +62,11 @@ typedef struct bench {
     float *d, *dy, *sums;             /* adjoint */
     double *totals;
     int64_t summed;                   /* tokens in sums */
-    const float *row[TALL + 2 * (TAPS - 1)]; /* input rows of the tile, */
+    const float *row[TALLEST + 2 * (TAPS - 1)]; /* input rows of the tile, */
     int64_t row_t, rows;              /* the first one's token, and how many there are */
-    const float *d_row[TALL + TAPS - 1];
+    const float *d_row[TALLEST + TAPS - 1];
     int64_t d_ld;                     /* distance of neighbours in d_row, inside the piece */
-    int64_t carry;                    /* token of the first row of d; -1: none of use */
+    int64_t carry;                    /* token of the first row of d; NO_CARRY: of no use */
 } bench;
 
 static piece piece_at(const conv *c, int64_t n)
@@ -119,18 +122,23 @@ static int64_t before(const conv *c, int64_t t, int64_t end, int64_t count)
     return t >= end ? 0 : dr_min(count, dr_ceil_div(end - t, c->step));
 }
 
-/* Brings tokens t, t + step, .. that will be read soon into the cache, those that exist. */
-static void fetch(const bench *s, const dr_tensor *from, int64_t t, int64_t count)
+/* A tile of tokens that will be read soon, if its channels are contiguous and all its tokens
+ * exist; to be fetched while another is at work. */
+typedef struct soon {
+    const char *at;
+    int64_t hop;
+    int size;
+} soon;
+
+static soon soon_at(const bench *s, const dr_tensor *from, int64_t t)
 {
-    int64_t begin = before(s->c, t, 0, count), end = before(s->c, t, s->p.len, count);
-    if (from->data == NULL || from->stride[2] != 1)
-        return;
-    const int64_t bytes = s->n * (int64_t)dr_dtype_size(from->dtype);
-    for (int64_t i = begin; i < end; i++) {
-        const char *row = token_view(s, from, t + i * s->c->step).data;
-        for (int64_t at = 0; at < bytes; at += 64)
-            __builtin_prefetch(row + at);
-    }
+    const conv *c = s->c;
+    if (from->data == NULL || from->stride[2] != 1 || t < 0 ||
+        before(c, t, s->p.len, c->tile) < c->tile)
+        return (soon){0};
+    dr_cpu_view v = token_view(s, from, t);
+    int64_t size = (int64_t)dr_dtype_size(v.dtype);
+    return (soon){v.data, v.row * size, (int)size};
 }
 
 /* Inputs at tokens t, t + step, ..: history, tokens, and zeros past the end. The forward, which
@@ -182,7 +190,8 @@ static void load_taps(bench *s, int64_t g)
 }
 
 /* act(p) at tokens t, t + step, .. of the piece. */
-static void output_rows(bench *s, int64_t t, int64_t count, bool silu, dr_cpu_tile out)
+static void output_rows(bench *s, int64_t t, int64_t count, bool silu, dr_cpu_tile out,
+                        soon next)
 {
     const conv *c = s->c;
     for (int64_t g = 0; g < c->groups; g++) {
@@ -192,11 +201,18 @@ static void output_rows(bench *s, int64_t t, int64_t count, bool silu, dr_cpu_ti
         input_rows(s, t - back * c->step, count + taps - 1);
         c->kern->conv_rows((int)s->n, (int)count, (int)taps, s->row, s->w, s->ld,
                            g == 0 ? s->bias : out.at, g == 0 ? 0 : out.ld,
-                           silu && g + 1 == c->groups, out.at, out.ld);
+                           silu && g + 1 == c->groups, out.at, out.ld, next.at, next.hop, next.size);
     }
 }
 
 /* ---- set-up ------------------------------------------------------------------------ */
+
+/* Channels for which a task's memory has room. */
+static int64_t most_cols(const conv *c, int dir)
+{
+    int64_t rows = dir > 0 ? 2 * c->tile + 2 * c->group + 1 : 4 * c->tile + 8 * c->group + 3;
+    return (dir > 0 ? FORWARD_ROOM : ADJOINT_ROOM) / rows / 16 * 16;
+}
 
 static conv conv_of(const dr_device *dev, const dr_conv_args *a, int dir)
 {
@@ -207,14 +223,23 @@ static conv conv_of(const dr_device *dev, const dr_conv_args *a, int dir)
     c.span = a->offsets ? a->offsets[c.pieces] : c.T;
     c.group = dr_min(c.W, TAPS);
     c.groups = dr_ceil_div(c.W, c.group);
-    c.tile = a->x.stride[1] == 1 && a->x.stride[2] != 1 && c.step == 1 ? TALL : FLAT;
-    int64_t rows = dir > 0 ? 2 * c.tile + 2 * c.group + 1 : 4 * c.tile + 8 * c.group + 3;
-    int64_t most = (dir > 0 ? FORWARD_ROOM : ADJOINT_ROOM) / rows / 16 * 16;
-    if (dir < 0) /* tasks are channels only: see that there are some */
-        most = dr_min(most, dr_max(16, c.D / 32 / 16 * 16));
-    c.col_blocks = dr_max(1, dr_ceil_div(c.D, most));
-    c.cols = dr_max(16, dr_round_up(dr_ceil_div(c.D, c.col_blocks), 16));
+    /* Tokens that are contiguous want tall tiles; otherwise rows as wide as there is room, and
+     * then as many as there is room for. Tasks of the adjoint are channels only: see that there
+     * are some. */
+    bool tall = a->x.stride[1] == 1 && a->x.stride[2] != 1 && c.step == 1;
+    int64_t share = dir > 0 ? c.D : dr_max(64, dr_round_up(c.D / 32, 16));
+    c.tile = tall ? TALLEST : SHORTEST;
+    int64_t cols = dr_max(16, dr_min(dr_round_up(share, 16), most_cols(&c, dir)));
+    c.col_blocks = dr_ceil_div(c.D, cols);
+    c.cols = dr_round_up(dr_ceil_div(c.D, c.col_blocks), 16);
     c.col_blocks = dr_ceil_div(c.D, c.cols);
+    while (c.tile < TALLEST) {
+        c.tile *= 2;
+        if (most_cols(&c, dir) < c.cols) {
+            c.tile /= 2;
+            break;
+        }
+    }
     c.row_blocks = dr_ceil_div(c.span, BLOCK);
     return c;
 }
@@ -266,10 +291,10 @@ static void forward_range(bench *s, int64_t from, int64_t to)
     for (int64_t phase = from; phase < dr_min(from + c->step, to); phase++)
         for (int64_t t = phase; t < to; t += stride) {
             int64_t count = before(c, t, to, c->tile);
-            fetch(s, &c->a->x, t + stride, c->tile);
+            soon next = soon_at(s, &c->a->x, t + stride);
             dr_cpu_view y = token_view(s, &c->a->y, t);
             dr_cpu_tile out = dr_cpu_tile_out(&y, s->out, s->ld);
-            output_rows(s, t, count, c->a->activation == DR_ACT_SILU, out);
+            output_rows(s, t, count, c->a->activation == DR_ACT_SILU, out, next);
             dr_cpu_tile_done(c->kern, out, count, s->n, &y);
         }
 }
@@ -355,7 +380,7 @@ static bool finals_left(const conv *c)
 
 /* Gradients of the preactivation at tokens t, t + step, ..; zero outside the piece. Tiles come
  * in falling order, so that what one needs past its end is what the last one began with. */
-static void preactivation_grads(bench *s, int64_t t, int64_t count)
+static void preactivation_grads(bench *s, int64_t t, int64_t count, soon next)
 {
     const conv *c = s->c;
     int64_t old = before(c, t, 0, count), end = before(c, t, s->p.len, count), new = end;
@@ -372,7 +397,7 @@ static void preactivation_grads(bench *s, int64_t t, int64_t count)
     if (c->a->activation == DR_ACT_SILU) {
         dr_cpu_tile fresh = {s->d + old * s->ld, s->ld};
         dr_cpu_view_load(c->kern, &v, new - old, s->n, s->dy, s->ld);
-        output_rows(s, t + old * c->step, new - old, false, fresh);
+        output_rows(s, t + old * c->step, new - old, false, fresh, next);
         for (int64_t i = 0; i < new - old; i++)
             c->kern->silu_grad((int)s->n, fresh.at + i * s->ld, s->dy + i * s->ld,
                                fresh.at + i * s->ld);
@@ -382,7 +407,7 @@ static void preactivation_grads(bench *s, int64_t t, int64_t count)
     for (int64_t i = old; i < end; i++)
         s->d_row[i] = s->d + i * s->ld;
     s->d_ld = s->ld;
-    s->carry = old == 0 && c->groups == 1 ? t : -1;
+    s->carry = old == 0 && c->groups == 1 ? t : NO_CARRY;
 }
 
 static void flush_sums(bench *s, int64_t taps)
@@ -409,7 +434,8 @@ static void add_sums(bench *s, int64_t g, int64_t t, int64_t count)
 
 /* Rows of the gradient of tokens t, t + step, .. from group g; `first` of the groups starts
  * from what the final state passes back. */
-static void input_grads(bench *s, int64_t g, bool first, int64_t t, int64_t count, dr_cpu_tile out)
+static void input_grads(bench *s, int64_t g, bool first, int64_t t, int64_t count, dr_cpu_tile out,
+                        soon next)
 {
     const conv *c = s->c;
     const dr_tensor *final = &c->a->d_final_state;
@@ -425,9 +451,9 @@ static void input_grads(bench *s, int64_t g, bool first, int64_t t, int64_t coun
     }
     const float *w = s->w + (taps - 1) * s->ld; /* the taps backwards */
     c->kern->conv_rows((int)s->n, (int)kept, (int)taps, s->d_row, w, -s->ld, first ? NULL : out.at,
-                       out.ld, false, out.at, out.ld);
+                       out.ld, false, out.at, out.ld, next.at, next.hop, next.size);
     c->kern->conv_rows((int)s->n, (int)(count - kept), (int)taps, s->d_row + kept, w, -s->ld,
-                       s->out + kept * s->ld, s->ld, false, out.at + kept * out.ld, out.ld);
+                       s->out + kept * s->ld, s->ld, false, out.at + kept * out.ld, out.ld, NULL, 0, 0);
 }
 
 /* Tokens [from, to) of the piece, history included: gradients to `to_view`, whose row 0 is
@@ -439,26 +465,26 @@ static void adjoint_range(bench *s, int64_t from, int64_t to, const dr_cpu_view 
     const int64_t last = c->groups - 1, stride = c->tile * c->step;
     const bool rising = c->a->dy.data != NULL;
     for (int64_t phase = from; phase < dr_min(from + c->step, to); phase++) {
-        s->carry = -1;
+        s->carry = NO_CARRY;
         for (int64_t t = phase + (to - 1 - phase) / stride * stride; t >= phase; t -= stride) {
             int64_t count = before(c, t, to, c->tile);
             dr_cpu_view v = dr_cpu_view_at(*to_view, t - from, 0);
             v.row *= c->step;
             dr_cpu_tile out = dr_cpu_tile_out(&v, s->out, s->ld);
-            fetch(s, &c->a->x, t - stride, c->tile);
-            fetch(s, &c->a->dy, t - stride, c->tile);
+            soon x_next = soon_at(s, &c->a->x, t - stride), dy_next = soon_at(s, &c->a->dy, t - stride);
             for (int64_t g = last; g >= 0 && v.data != NULL; g--) {
                 int64_t ahead = c->W - group_first(c, g) - group_taps(c, g);
-                preactivation_grads(s, t + ahead * c->step, count + group_taps(c, g) - 1);
+                preactivation_grads(s, t + ahead * c->step, count + group_taps(c, g) - 1,
+                                    x_next);
                 if (c->groups > 1)
                     load_taps(s, g);
                 if (g == last && sums == last && rising)
                     add_sums(s, g, t, count);
-                input_grads(s, g, g == last, t, count, out);
+                input_grads(s, g, g == last, t, count, out, dy_next);
             }
             dr_cpu_tile_done(c->kern, out, count, s->n, &v);
             if (sums >= 0 && (v.data == NULL || sums != last) && rising) {
-                preactivation_grads(s, t, count);
+                preactivation_grads(s, t, count, x_next);
                 add_sums(s, sums, t, count);
             }
         }

@@ -219,8 +219,8 @@ static float *grad_at(const adjoint *a, const lane *w, const part *x, int64_t c,
 }
 
 /* Loads unit u at a span; the keys only when their head comes up first. */
-static void load_unit(const adjoint *a, dr_grad_lane *w, const dr_cpu_span *s, int32_t u, bool first,
-                      unsigned parts)
+static void load_unit(const adjoint *a, dr_grad_lane *w, const dr_cpu_span *s, int32_t u,
+                      bool first, unsigned parts)
 {
     const dr_cpu_dims *d = &a->d;
     if (first || u % d->G == 0) {
@@ -386,7 +386,8 @@ static void look_ahead(const adjoint *a, const lane *w, const part *x, int64_t c
 
 enum half { FIRST = 1, SECOND = 2 };
 
-static void grad_unit(const adjoint *a, lane *w, const part *x, int64_t c, int32_t u, unsigned halves)
+static void grad_unit(const adjoint *a, lane *w, const part *x, int64_t c, int32_t u,
+                      unsigned halves)
 {
     const dr_pass *p = a->p;
     const dr_cpu_dims *d = &a->d;

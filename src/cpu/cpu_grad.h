@@ -77,7 +77,8 @@ void dr_cpu_grad_finish(const dr_cpu_dims *d, dr_grad_lane *lane, const dr_grad_
 void dr_cpu_grad_reverse(const dr_cpu_dims *d, dr_grad_lane *lane, const float *dO, int64_t panels,
                          float *D);
 
-/* Sums over tokens of one value head: da_log, and ddt_bias [1 or K]; NULL unless the gate is raw. */
+/* Sums over tokens of one value head: da_log, and ddt_bias [1 or K]; NULL for gates without
+ * parameters. */
 typedef struct dr_grad_sums {
     double *a_log, *dt_bias;
 } dr_grad_sums;

@@ -192,7 +192,8 @@ void dr_cpu_grad_finish(const dr_cpu_dims *d, dr_grad_lane *lane, const dr_grad_
 {
     sum_panels(d->panels, d->C, x->zr, lane->db);
     sum_panels(d->panels, d->ldk, x->hd, lane->sum_hd);
-    d->kern->grad_dv(lane->head.at.rows, (int)d->panels, d->C * d->NR, lane->head.b, x->Zn, lane->v);
+    d->kern->grad_dv(lane->head.at.rows, (int)d->panels, d->C * d->NR, lane->head.b, x->Zn,
+                     lane->v);
     turn(d, lane, x->Zn);
     times_state(d, lane, x->H, lane->hz, ahead);
     if (d_o) {

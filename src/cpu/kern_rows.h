@@ -10,10 +10,11 @@
 #define DR_KERN_ROWS_LIST(X)                                                                       \
     /* out[t * ldo + i] = act(init[t * ldi + i] + sum over j < taps of w[j * ldw + i] row[t + j][i]) \
      * for t < tokens, act = SiLU or none; init NULL: 0. ldw may be negative. out may be init, not  \
-     * a row. */                                                                                   \
+     * a row. ahead, if not NULL, has `tokens` rows, `hop` bytes apart, of n elements of `size`    \
+     * bytes, that will be read soon. */                                                           \
     X(void, conv_rows, (int n, int tokens, int taps, const float *const *row, const float *w,      \
                         int64_t ldw, const float *init, int64_t ldi, bool silu, float *out,        \
-                        int64_t ldo))                                                              \
+                        int64_t ldo, const char *ahead, int64_t hop, int size))                    \
     /* d_i = dy_i silu'(p_i) */                                                                    \
     X(void, silu_grad, (int n, const float *p, const float *dy, float *d))                         \
     /* sums[j * lds + i] += sum over t < tokens of d[t * ldd + i] row[t + j][i] for j < taps, and  \

@@ -35,68 +35,91 @@ V_CALL v_f v_silu_slope(v_f x, v_f *slope)
 
 /* ---- convolution ------------------------------------------------------------------- */
 
-/* `tokens` rows of output at once. With `taps` known, each input row is loaded once for all the
- * outputs that it enters. */
-V_CALL void conv_step(int i, int left, const int tokens, const int taps, const bool known,
-                      const float *const *row, const float *w, int64_t ldw, const float *init,
-                      int64_t ldi, const bool silu, float *out, int64_t ldo)
+/* `tokens` rows of output at once, nv vectors of each. With `taps` known, an input row is loaded
+ * once for all the outputs that it enters. Two vectors are a cache line, which thus is met once:
+ * rows that are a power of two apart share few places in the cache. */
+V_CALL void conv_step(int i, int left, const int nv, const int tokens, const int taps,
+                      const bool known, const float *const *row, const float *w, int64_t ldw,
+                      const float *init, int64_t ldi, const bool silu, float *out, int64_t ldo,
+                      const char *ahead, int64_t hop, int size)
 {
-    v_f p[4];
+    v_f p[4][2], tap[4][2];
     V_LOOP for (int t = 0; t < tokens; t++)
-        p[t] = init != NULL ? v_get(init + t * ldi + i, left) : v_zero();
+        V_LOOP for (int v = 0; v < nv; v++)
+            p[t][v] = init != NULL ? v_get(init + t * ldi + i + v * V_LANES, left) : v_zero();
     if (known) {
-        v_f tap[4];
         V_LOOP for (int j = 0; j < taps; j++)
-            tap[j] = v_get(w + j * ldw + i, left);
-        V_LOOP for (int r = 0; r < tokens + taps - 1; r++) {
-            v_f x = v_get(row[r] + i, left);
-            V_LOOP for (int t = 0; t < tokens; t++)
-                if (r - t >= 0 && r - t < taps)
-                    p[t] = v_fma(tap[r - t], x, p[t]);
-        }
+            V_LOOP for (int v = 0; v < nv; v++)
+                tap[j][v] = v_get(w + j * ldw + i + v * V_LANES, left);
+        V_LOOP for (int r = 0; r < tokens + taps - 1; r++)
+            V_LOOP for (int v = 0; v < nv; v++) {
+                v_f x = v_get(row[r] + i + v * V_LANES, left);
+                V_LOOP for (int t = 0; t < tokens; t++)
+                    if (r - t >= 0 && r - t < taps)
+                        p[t][v] = v_fma(tap[r - t][v], x, p[t][v]);
+            }
     } else {
-        for (int j = 0; j < taps; j++) {
-            v_f tap = v_get(w + j * ldw + i, left);
-            V_LOOP for (int t = 0; t < tokens; t++)
-                p[t] = v_fma(tap, v_get(row[t + j] + i, left), p[t]);
-        }
+        for (int j = 0; j < taps; j++)
+            V_LOOP for (int v = 0; v < nv; v++) {
+                v_f y = v_get(w + j * ldw + i + v * V_LANES, left);
+                V_LOOP for (int t = 0; t < tokens; t++)
+                    p[t][v] = v_fma(y, v_get(row[t + j] + i + v * V_LANES, left), p[t][v]);
+            }
     }
     V_LOOP for (int t = 0; t < tokens; t++)
-        v_put(out + t * ldo + i, left, silu ? v_silu(p[t]) : p[t]);
+        V_LOOP for (int v = 0; v < nv; v++)
+            v_put(out + t * ldo + i + v * V_LANES, left, silu ? v_silu(p[t][v]) : p[t][v]);
+    if (ahead != NULL && i * size % 64 == 0)
+        V_LOOP for (int t = 0; t < tokens; t++)
+            v_prefetch2(ahead + t * hop + i * size);
 }
 
 V_CALL void conv_some(int n, const int tokens, int taps, const float *const *row, const float *w,
                       int64_t ldw, const float *init, int64_t ldi, const bool silu, float *out,
-                      int64_t ldo)
+                      int64_t ldo, const char *ahead, int64_t hop, int size)
 {
+    int at = 0;
     if (taps == 4) {
         const float *seven[7];
         V_LOOP for (int r = 0; r < tokens + 3; r++)
             seven[r] = row[r];
-        ROW_LOOP(n, conv_step, tokens, 4, true, seven, w, ldw, init, ldi, silu, out, ldo);
+        for (; at + 2 * V_LANES <= n; at += 2 * V_LANES)
+            conv_step(at, V_LANES, 2, tokens, 4, true, seven, w, ldw, init, ldi, silu, out, ldo,
+                      ahead, hop, size);
     } else {
-        ROW_LOOP(n, conv_step, tokens, taps, false, row, w, ldw, init, ldi, silu, out, ldo);
+        for (; at + 2 * V_LANES <= n; at += 2 * V_LANES)
+            conv_step(at, V_LANES, 2, tokens, taps, false, row, w, ldw, init, ldi, silu, out, ldo,
+                      ahead, hop, size);
     }
+    for (; at < n; at += V_LANES)
+        conv_step(at, n - at, 1, tokens, taps, false, row, w, ldw, init, ldi, silu, out, ldo, NULL,
+                  0, 0);
 }
 
 static void k_conv_rows(int n, int tokens, int taps, const float *const *row, const float *w,
                         int64_t ldw, const float *init, int64_t ldi, bool silu, float *out,
-                        int64_t ldo)
+                        int64_t ldo, const char *ahead, int64_t hop, int size)
 {
     int t = 0;
     for (; t + 4 <= tokens; t += 4) {
         const float *from = init != NULL ? init + t * ldi : NULL;
+        const char *soon = ahead != NULL ? ahead + t * hop : NULL;
         if (silu)
-            conv_some(n, 4, taps, row + t, w, ldw, from, ldi, true, out + t * ldo, ldo);
+            conv_some(n, 4, taps, row + t, w, ldw, from, ldi, true, out + t * ldo, ldo, soon, hop,
+                      size);
         else
-            conv_some(n, 4, taps, row + t, w, ldw, from, ldi, false, out + t * ldo, ldo);
+            conv_some(n, 4, taps, row + t, w, ldw, from, ldi, false, out + t * ldo, ldo, soon, hop,
+                      size);
     }
     for (; t < tokens; t++) {
         const float *from = init != NULL ? init + t * ldi : NULL;
+        const char *soon = ahead != NULL ? ahead + t * hop : NULL;
         if (silu)
-            conv_some(n, 1, taps, row + t, w, ldw, from, ldi, true, out + t * ldo, ldo);
+            conv_some(n, 1, taps, row + t, w, ldw, from, ldi, true, out + t * ldo, ldo, soon, hop,
+                      size);
         else
-            conv_some(n, 1, taps, row + t, w, ldw, from, ldi, false, out + t * ldo, ldo);
+            conv_some(n, 1, taps, row + t, w, ldw, from, ldi, false, out + t * ldo, ldo, soon, hop,
+                      size);
     }
 }
 
@@ -112,45 +135,62 @@ static void k_silu_grad(int n, const float *p, const float *dy, float *d)
     ROW_LOOP(n, silu_grad_step, p, dy, d);
 }
 
-/* Taps [j, j + taps) and, with `plain`, the sum of d itself, kept in registers over the tokens. */
-V_CALL void conv_sums_step(int i, int left, int tokens, int j, const int taps, const bool plain,
+/* Taps [j, j + taps) and, with `plain`, the sum of d itself, of nv vectors, kept in registers
+ * over the tokens. */
+V_CALL void conv_sums_step(int i, int left, const int nv, int tokens, int j, const int taps,
+                           const bool plain, const float *d, int64_t ldd, const float *const *row,
+                           float *sums, float *sum, int64_t lds)
+{
+    v_f acc[4][2], all[2];
+    V_LOOP for (int v = 0; v < nv; v++) {
+        all[v] = v_zero();
+        V_LOOP for (int x = 0; x < taps; x++)
+            acc[x][v] = v_zero();
+    }
+    for (int t = 0; t < tokens; t++)
+        V_LOOP for (int v = 0; v < nv; v++) {
+            const int at = i + v * V_LANES;
+            v_f y = v_get(d + t * ldd + at, left);
+            V_LOOP for (int x = 0; x < taps; x++)
+                acc[x][v] = v_fma(y, v_get(row[t + j + x] + at, left), acc[x][v]);
+            if (plain)
+                all[v] = v_add(all[v], y);
+        }
+    V_LOOP for (int v = 0; v < nv; v++) {
+        const int at = i + v * V_LANES;
+        V_LOOP for (int x = 0; x < taps; x++) {
+            float *to = sums + (j + x) * lds + at;
+            v_put(to, left, v_add(v_get(to, left), acc[x][v]));
+        }
+        if (plain)
+            v_put(sum + at, left, v_add(v_get(sum + at, left), all[v]));
+    }
+}
+
+V_CALL void conv_sums_some(int n, int tokens, int j, const int taps, const bool plain,
                            const float *d, int64_t ldd, const float *const *row, float *sums,
                            float *sum, int64_t lds)
 {
-    v_f acc[4], all = v_zero();
-    V_LOOP for (int x = 0; x < taps; x++)
-        acc[x] = v_zero();
-    for (int t = 0; t < tokens; t++) {
-        v_f y = v_get(d + t * ldd + i, left);
-        V_LOOP for (int x = 0; x < taps; x++)
-            acc[x] = v_fma(y, v_get(row[t + j + x] + i, left), acc[x]);
-        if (plain)
-            all = v_add(all, y);
-    }
-    V_LOOP for (int x = 0; x < taps; x++) {
-        float *to = sums + (j + x) * lds + i;
-        v_put(to, left, v_add(v_get(to, left), acc[x]));
-    }
-    if (plain)
-        v_put(sum + i, left, v_add(v_get(sum + i, left), all));
+    int at = 0;
+    for (; at + 2 * V_LANES <= n; at += 2 * V_LANES)
+        conv_sums_step(at, V_LANES, 2, tokens, j, taps, plain, d, ldd, row, sums, sum, lds);
+    for (; at < n; at += V_LANES)
+        conv_sums_step(at, n - at, 1, tokens, j, taps, plain, d, ldd, row, sums, sum, lds);
 }
 
 static void k_conv_sums(int n, int tokens, int taps, const float *d, int64_t ldd,
                         const float *const *row, float *sums, int64_t lds)
 {
     float *sum = sums + taps * lds;
-    int j = 0;
-    if (taps >= 4) {
-        ROW_LOOP(n, conv_sums_step, tokens, 0, 4, true, d, ldd, row, sums, sum, lds);
-        j = 4;
-    } else {
-        ROW_LOOP(n, conv_sums_step, tokens, 0, 1, true, d, ldd, row, sums, sum, lds);
-        j = 1;
-    }
+    int j = taps >= 4 ? 4 : 1;
+    if (taps >= 4)
+        conv_sums_some(n, tokens, 0, 4, true, d, ldd, row, sums, sum, lds);
+    else
+        conv_sums_some(n, tokens, 0, 1, true, d, ldd, row, sums, sum, lds);
     for (; j + 4 <= taps; j += 4)
-        ROW_LOOP(n, conv_sums_step, tokens, j, 4, false, d, ldd, row, sums, sum, lds);
+        conv_sums_some(n, tokens, j, 4, false, d, ldd, row, sums, sum, lds);
     for (; j < taps; j++)
-        ROW_LOOP(n, conv_sums_step, tokens, j, 1, false, d, ldd, row, sums, sum, lds);
+        conv_sums_some(n, tokens, j, 1, false, d, ldd, row, sums, sum, lds);
 }
 
 /* ---- norms ------------------------------------------------------------------------- */
