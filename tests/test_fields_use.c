@@ -330,8 +330,9 @@ static void test_A35_same_row_same_bits(void **state)
     for (int b = 0; b < BACKENDS; b++)
         for (size_t i = 0; i < DR_COUNT(variants); i++) {
             spec s = {.p = problem_make(variants[i], 100, 1, 2, 64, 32), .absent = BIT(chunk_states)};
-            trial x = trial_make(&s), four = x;
+            trial x = trial_make(&s);
             fill(&x, S_initial_state, 0);
+            trial four = x;
             result want = trial_run(ctx[b], &x, (how){0});
             four.p.batch = four.s.p.batch = four.N = 4;
             for (int m = 0; m < SLOTS; m++) {

@@ -152,7 +152,7 @@ static inline bool slot_used(const trial *x, int i)
 static inline int32_t slot_shape(const dr_problem *p, int64_t N, int64_t NT, int i, int64_t *shape)
 {
     const char *letters = slots[i].letters;
-    bool turn = p->state_v_first && strcmp(letters + 2, "KV") == 0;
+    bool turn = p->state_v_first && strstr(letters, "KV") != NULL;
     int32_t rank = 0;
     for (const char *c = letters; *c != 0; c++) {
         char x = turn && *c == 'K' ? 'V' : turn && *c == 'V' ? 'K' : *c;
