@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_faults.c - what happens when things go wrong around a call: every allocation fails
- * in its turn, buffers are a byte short, absent or shifted, an adjoint comes without its
- * forward, stages come out of order. Each must give its status and sentence, leave every
- * output untouched and leak nothing. And while things go right, nothing is allocated.
+ * test_faults.c - what happens when things go wrong around a call: buffers are a byte short,
+ * absent or shifted, an adjoint comes without its forward, stages come out of order. Each must
+ * give its status and sentence and leave every output untouched. And while things go right,
+ * nothing is allocated. Allocations that fail are in test_alloc.c, wrong tensors in
+ * test_arguments.c.
  */
 #include "alloc_watch.h"
 #include "rig.h"
@@ -22,90 +23,6 @@ static spec plain(void)
     s.p.offsets = offsets;
     s.p.sequences = 3;
     return s;
-}
-
-/* ---- allocations -------------------------------------------------------------------------- */
-
-static dr_context *context;
-static dr_plan *plan;
-
-static dr_status make_cpu(void **out) { return dr_context_create("cpu", NULL, (dr_context **)out); }
-static dr_status make_ref(void **out) { return dr_context_create("ref", NULL, (dr_context **)out); }
-static void drop_context(void *x) { dr_context_destroy(x); }
-
-static dr_status make_dense(void **out)
-{
-    spec s = plain();
-    s.p.offsets = NULL;
-    s.p.sequences = 0;
-    s.p.batch = 3;
-    return dr_plan_create(context, &s.p, (dr_plan **)out);
-}
-
-static dr_status make_packed(void **out)
-{
-    spec s = plain();
-    return dr_plan_create(context, &s.p, (dr_plan **)out);
-}
-
-static void drop_plan(void *x) { dr_plan_destroy(x); }
-
-static dr_buffers made_buffers;
-
-static dr_status make_buffers(void **out)
-{
-    dr_status status = dr_buffers_create(plan, &made_buffers);
-    if (status != DR_OK)
-        assert_true(made_buffers.saved == NULL && made_buffers.scratch == NULL);
-    *out = status == DR_OK ? &made_buffers : NULL;
-    return status;
-}
-
-static void drop_buffers(void *x) { dr_buffers_destroy(x); }
-
-static const struct maker {
-    const char *name;
-    dr_status (*make)(void **out);
-    void (*drop)(void *x);
-    int least; /* allocations it cannot do without */
-} makers[] = {
-    {"context cpu", make_cpu, drop_context, 1},    {"context ref", make_ref, drop_context, 1},
-    {"plan, dense", make_dense, drop_plan, 2},     {"plan, packed", make_packed, drop_plan, 3},
-    {"buffers", make_buffers, drop_buffers, 2},
-};
-
-static void test_every_allocation_fails(void **state)
-{
-    (void)state;
-    for (size_t b = 0; b < DR_COUNT(backends); b++) {
-        MUST(dr_context_create(backends[b], NULL, &context));
-        spec s = plain();
-        MUST(dr_plan_create(context, &s.p, &plan));
-        for (size_t i = 0; i < DR_COUNT(makers); i++)
-            for (long n = 1;; n++) {
-                void *out = &out;
-                long before = allocs.live;
-                allocs.fail_at = n;
-                dr_status status = makers[i].make(&out);
-                allocs.fail_at = 0;
-                if (status == DR_OK) {
-                    assert_non_null(out);
-                    makers[i].drop(out);
-                    assert_int_equal(allocs.live, before);
-                    if (n <= makers[i].least)
-                        fail_msg("%s: succeeds without its allocation %ld", makers[i].name, n);
-                    break;
-                }
-                assert_int_equal(status, DR_ERR_MEMORY);
-                assert_non_null(strstr(dr_last_error(), "no memory for"));
-                assert_null(out);
-                assert_int_equal(allocs.live, before);
-                assert_true(n < 100);
-            }
-        dr_plan_destroy(plan);
-        dr_context_destroy(context);
-    }
-    assert_int_equal(allocs.live, 0);
 }
 
 /* ---- running allocates nothing ------------------------------------------------------------- */
@@ -438,7 +355,6 @@ static void test_log_hears_each_failure_once(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_every_allocation_fails),
         cmocka_unit_test(test_running_allocates_nothing),
         cmocka_unit_test(test_spoilt_buffers),
         cmocka_unit_test(test_forward_without_saved),

@@ -745,7 +745,7 @@ static void pause_ms(long ms)
 /* Until the child has printed that many lines. */
 static void wait_for_lines(pid_t child, int lines)
 {
-    for (int tries = 0; tries < 3000; tries++, pause_ms(10)) {
+    for (int tries = 0; tries < 12000; tries++, pause_ms(10)) {
         int seen = 0;
         if (access(below("out"), R_OK) != 0)
             continue;
@@ -820,7 +820,7 @@ static void test_second_signal(void **state)
     need_program();
     put_text(30);
     pid_t child = start((const char *const[]){"train", "--data", below("text"), TINY, "--batch-tokens",
-                                              "131072", "--steps", "50", "--out", below("a"), NULL});
+                                              "16384", "--steps", "200", "--out", below("a"), NULL});
     wait_for_lines(child, 1);
     kill(child, SIGINT);
     pause_ms(20);

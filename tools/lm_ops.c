@@ -10,6 +10,11 @@
 
 /* Rows that spend their time in the exponential are compiled for wider vectors as well; the
  * loader picks what the processor has. */
+#if defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#define __SANITIZE_THREAD__ 1 /* gcc defines it itself; such a program dies in the loader's choice */
+#endif
+#endif
 #if defined(__x86_64__) && !defined(__SANITIZE_THREAD__)
 #define WIDE __attribute__((target_clones("default", "avx2")))
 #else

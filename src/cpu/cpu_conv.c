@@ -471,7 +471,8 @@ static void adjoint_range(bench *s, int64_t from, int64_t to, const dr_cpu_view 
             dr_cpu_view v = dr_cpu_view_at(*to_view, t - from, 0);
             v.row *= c->step;
             dr_cpu_tile out = dr_cpu_tile_out(&v, s->out, s->ld);
-            soon x_next = soon_at(s, &c->a->x, t - stride), dy_next = soon_at(s, &c->a->dy, t - stride);
+            soon dy_next = soon_at(s, &c->a->dy, t - stride);
+            soon x_next = soon_at(s, &c->a->x, t - stride - c->halo); /* what is new to it */
             for (int64_t g = last; g >= 0 && v.data != NULL; g--) {
                 int64_t ahead = c->W - group_first(c, g) - group_taps(c, g);
                 preactivation_grads(s, t + ahead * c->step, count + group_taps(c, g) - 1,
