@@ -28,6 +28,7 @@
 
 typedef float v_f __attribute__((vector_size(4 * V_LANES)));
 typedef int32_t v_i __attribute__((vector_size(4 * V_LANES)));
+typedef uint32_t v_u __attribute__((vector_size(4 * V_LANES)));
 
 #define V_EACH(expression)                \
     v_f y = {0};                          \
@@ -82,7 +83,7 @@ V_CALL v_f v_round(v_f x)
 V_CALL v_f v_scale2(v_f x, v_f n)
 {
     n = v_select(v_abs(n) < 1000.0f, n, v_zero());
-    return (v_f)((v_i)x + __builtin_convertvector(n, v_i) * (1 << 23));
+    return (v_f)((v_u)x + (v_u)__builtin_convertvector(n, v_i) * (1u << 23)); /* may wrap */
 }
 V_CALL v_f v_split2(v_f x, v_f *n)
 {
