@@ -23,8 +23,9 @@ static void check_load(check_env *e, load_kernel *load, dr_dtype type)
 {
     const int nr = e->kern->nr, rows = draw_int(e, 0, 20), n = draw_int(e, 1, 150);
     const bool panels = draw(e) & 1;
-    const int pad = panels ? (int)dr_round_up(n, nr) : (int)dr_round_up(n, 16) + 16 * draw_int(e, 0, 1);
-    const int64_t stride = n + draw_int(e, 0, 5), ldd = panels ? nr : pad, pd = panels ? rows * nr : nr;
+    const int pad = (int)dr_round_up(n, panels ? nr : 16) + (panels ? 0 : 16 * draw_int(e, 0, 1));
+    const int64_t stride = n + draw_int(e, 0, 5), ldd = panels ? nr : pad;
+    const int64_t pd = panels ? rows * nr : nr;
     const size_t item = dr_dtype_size(type), span = rows ? (size_t)((rows - 1) * stride + n) : 0;
     char *src = fence_bytes(e, span * item);
     float *dst = fence(e, (int64_t)rows * pad);
@@ -51,7 +52,8 @@ static void check_store(check_env *e, store_kernel *store, dr_dtype type)
     const int nr = e->kern->nr, rows = draw_int(e, 1, 20), n = draw_int(e, 1, 150);
     const bool panels = draw(e) & 1;
     const int pad = (int)dr_round_up(n, panels ? nr : 16);
-    const int64_t stride = n + draw_int(e, 0, 5), lds = panels ? nr : pad, ps = panels ? rows * nr : nr;
+    const int64_t stride = n + draw_int(e, 0, 5), lds = panels ? nr : pad;
+    const int64_t ps = panels ? rows * nr : nr;
     const size_t item = dr_dtype_size(type);
     float *src = fence(e, (int64_t)rows * pad);
     char *dst = fence_bytes(e, (size_t)((rows - 1) * stride + n) * item), one[4];
@@ -118,7 +120,8 @@ static void check_l2rows(check_env *e)
 static void check_gemm(check_env *e)
 {
     const int m = draw_int(e, 0, 10), n = draw_int(e, 1, 70), k = draw_int(e, 1, 140);
-    const int64_t lda = k + draw_int(e, 0, 3), ldb = n + draw_int(e, 0, 3), ldc = n + draw_int(e, 0, 3);
+    const int64_t lda = k + draw_int(e, 0, 3), ldb = n + draw_int(e, 0, 3);
+    const int64_t ldc = n + draw_int(e, 0, 3);
     const int kind = draw_int(e, 0, FILL_KINDS - 1);
     const bool add = draw(e) & 1;
     float *a = fence(e, m ? (m - 1) * lda + k : 0), *b = fence(e, (k - 1) * ldb + n);
@@ -238,7 +241,8 @@ static void check_gate_softplus(check_env *e)
         double slope = -ea * (z < 0 ? t : 1) / (1 + t);
         if (isnan(z))
             want = slope = NAN;
-        expect(e, "g", i, g[i], want < -1e30f ? -1e30f : want, ulp_bound(5, want) + ea * 2 * FLT_MIN);
+        expect(e, "g", i, g[i], want < -1e30f ? -1e30f : want,
+               ulp_bound(5, want) + ea * 2 * FLT_MIN);
         if (with)
             expect(e, "d", i, d[i], slope, ulp_bound(4, slope) + ea * 2 * FLT_MIN);
     }
@@ -274,9 +278,11 @@ static void check_gate_lower(check_env *e)
 
 static void check_pair(check_env *e)
 {
-    const int K4 = 4 * draw_int(e, 1, 64), rows = 4 * draw_int(e, 1, 8), lda = (int)dr_round_up(K4, 16);
-    const int ldc = 16 * draw_int(e, 1, 4), kind = draw_int(e, 0, FILL_KINDS - 1);
-    float *a = fence(e, (int64_t)rows * lda), *b = fence(e, K4 * 16), *c = fence(e, (int64_t)rows * ldc);
+    const int K4 = 4 * draw_int(e, 1, 64), rows = 4 * draw_int(e, 1, 8);
+    const int lda = (int)dr_round_up(K4, 16), ldc = 16 * draw_int(e, 1, 4);
+    const int kind = draw_int(e, 0, FILL_KINDS - 1);
+    float *a = fence(e, (int64_t)rows * lda), *b = fence(e, K4 * 16);
+    float *c = fence(e, (int64_t)rows * ldc);
     fill_matrix(e, kind, a, rows, K4, lda, zero_or_nan[draw_int(e, 0, 1)]);
     fill(e, kind, b, K4 * 16);
     e->kern->pair(rows, K4, a, lda, b, c, ldc);
@@ -302,7 +308,8 @@ static double decay_bound(int n, double abs, double want)
 
 static void check_gdn_pairs(check_env *e)
 {
-    const int C = 16 << draw_int(e, 0, 2), rows = 4 * draw_int(e, 1, C / 4), kind = draw_int(e, 0, 2);
+    const int C = 16 << draw_int(e, 0, 2), rows = 4 * draw_int(e, 1, C / 4);
+    const int kind = draw_int(e, 0, 2);
     const bool with_q = draw(e) & 1, with_e = draw(e) & 1;
     float *g = fence(e, C), *b = fence(e, C), *kk = fence(e, C * C), *qk = fence(e, C * C);
     float *gam = fence(e, C), *lam = fence(e, C), *L = fence(e, C * C), *P = fence(e, C * C);
@@ -334,9 +341,10 @@ static void check_gdn_pairs(check_env *e)
                 sum += g[j + 1], abs += fabs(g[j + 1]);
             double w = j > i ? 0 : exp(sum), bound = j > i ? 0 : decay_bound(rows, abs, w);
             double l = j < i ? (double)b[i] * kk[at] : 0, q = j <= i ? qk[at] : 0;
-            expect(e, "L", at, L[at], l * w, fabs(l) * (bound + w * FLT_EPSILON) + (j < i) * FLT_MIN);
+            const double spread = bound + w * FLT_EPSILON;
+            expect(e, "L", at, L[at], l * w, fabs(l) * spread + (j < i) * FLT_MIN);
             if (with_q)
-                expect(e, "P", at, P[at], q * w, fabs(q) * (bound + w * FLT_EPSILON) + (j <= i) * FLT_MIN);
+                expect(e, "P", at, P[at], q * w, fabs(q) * spread + (j <= i) * FLT_MIN);
             if (with_e)
                 expect(e, "E", at, E[at], w, bound);
         }
@@ -374,8 +382,9 @@ static void check_kda_rows(check_env *e)
 {
     const int ldk = 16 * draw_int(e, 1, 16), n = 16 * ldk, kind = draw_int(e, 0, 1);
     const bool fast = draw(e) & 1, with_q = draw(e) & 1, with_p = draw(e) & 1;
-    float *k = fence(e, n), *q = fence(e, n), *g = fence(e, n), *G = fence(e, n), *a = fence(e, ldk);
-    float *z = fence(e, ldk), *kbar = fence(e, n), *qbar = fence(e, n), *khat = fence(e, n);
+    float *k = fence(e, n), *q = fence(e, n), *g = fence(e, n), *G = fence(e, n);
+    float *a = fence(e, ldk), *z = fence(e, ldk);
+    float *kbar = fence(e, n), *qbar = fence(e, n), *khat = fence(e, n);
     float *kp = fence(e, n), *qp = fence(e, n), *kd = fence(e, n), *eg = fence(e, n);
     fill(e, FILL_RANDOM, k, n);
     fill(e, FILL_RANDOM, q, n);
@@ -390,7 +399,8 @@ static void check_kda_rows(check_env *e)
     }
     const dr_kern_block b = {.n = ldk, .ldk = ldk, .fast = fast, .k = k, .q = with_q ? q : NULL,
                              .g = g, .a = a, .z = z, .kbar = kbar, .qbar = qbar, .khat = khat,
-                             .kp = with_p ? kp : NULL, .qp = with_p ? qp : NULL, .kd = kd, .eg = eg};
+                             .kp = with_p ? kp : NULL, .qp = with_p ? qp : NULL, .kd = kd,
+                             .eg = eg};
     e->kern->kda_rows(&b);
     for (int d = 0; d < ldk; d++) {
         double after = 0, abs = 0;
@@ -399,11 +409,13 @@ static void check_kda_rows(check_env *e)
             const double f = exp(G[at]), x = k[at], y = q[at];
             if (fast) /* from the rounded sums that the kernel was given */
                 after = (double)G[15 * ldk + d] - G[at];
-            double w = exp(after), bound = fast ? 6 * FLT_EPSILON * w + FLT_MIN : decay_bound(16, abs, w);
+            const double w = exp(after);
+            const double bound = fast ? 6 * FLT_EPSILON * w + FLT_MIN : decay_bound(16, abs, w);
             expect(e, "kbar", at, kbar[at], x * f * a[d], ulp_bound(4, x * f * a[d]));
             expect(e, "khat", at, khat[at], x * w * z[d], fabs(x) * 2 * bound + FLT_MIN);
             double column = fast ? x / f : x * w;
-            expect(e, "kd", at, kd[at], column, fast ? ulp_bound(3, column) : fabs(x) * 2 * bound + FLT_MIN);
+            expect(e, "kd", at, kd[at], column,
+                   fast ? ulp_bound(3, column) : fabs(x) * 2 * bound + FLT_MIN);
             if (!fast)
                 expect(e, "eg", at, eg[at], exp(g[at]), ulp_bound(1.5, exp(g[at])));
             if (with_p)
@@ -505,7 +517,8 @@ static dr_kern_chunk make_chunk(check_env *e, int kind)
     fill(e, FILL_RANDOM, dec, c.k);
     const bool gated = draw(e) & 1;
     c.kl = left[0], c.ql = left[1], c.ku = left[2], c.L = square[0], c.P = square[1];
-    c.b = vector[0], c.gam = gated ? vector[1] : NULL, c.lam = gated ? vector[2] : NULL, c.dec = dec;
+    c.b = vector[0], c.dec = dec;
+    c.gam = gated ? vector[1] : NULL, c.lam = gated ? vector[2] : NULL;
     return c;
 }
 
@@ -586,7 +599,8 @@ static void check_stage_u(check_env *e)
     const int kind = draw_int(e, 0, FILL_KINDS - 1), nr = e->kern->nr;
     const dr_kern_chunk c = make_chunk(e, kind);
     const int64_t n = (int64_t)c.k * nr;
-    float *S = fence(e, n), *Xd = fence(e, (int64_t)c.rows * nr), *out = draw(e) & 1 ? S : fence(e, n);
+    float *S = fence(e, n), *Xd = fence(e, (int64_t)c.rows * nr);
+    float *out = draw(e) & 1 ? S : fence(e, n);
     double *old = fence_double(e, n);
     fill(e, kind, S, n);
     fill(e, kind, Xd, (int64_t)c.rows * nr);

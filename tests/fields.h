@@ -47,7 +47,7 @@ static inline spec tiny(dr_variant variant, int64_t T, int32_t K, int32_t V)
 }
 
 static inline void expect_values(const char *what, const double *got, const double *want, int64_t n,
-                          double relative)
+                                 double relative)
 {
     for (int64_t i = 0; i < n; i++)
         if (!(fabs(got[i] - want[i]) <= relative * fabs(want[i])))
@@ -67,7 +67,8 @@ static inline double at(const dr_tensor *t, int64_t a, int64_t b, int64_t c, int
     return dr_get(dr_at(t, a, b, c, d), t->dtype, 0);
 }
 
-/* o [B,T,HV,V] and final states [N,HV,K,V] of a problem with a log gate, or none, and beta values. */
+/* o [B,T,HV,V] and final states [N,HV,K,V] of a problem with a log gate, or none, and beta values.
+ */
 static inline void recurrence(const trial *x, double *o, double *final)
 {
     const dr_problem *p = &x->p;
@@ -78,13 +79,15 @@ static inline void recurrence(const trial *x, double *o, double *final)
             int64_t b = p->offsets ? 0 : n;
             for (int32_t i = 0; i < K * V; i++)
                 S[i] = x->io.initial_state.data ? at(&x->io.initial_state, n, j, i / V, i % V) : 0;
-            for (int64_t t = p->offsets ? p->offsets[n] : 0; t < (p->offsets ? p->offsets[n + 1] : p->tokens);
-                 t++)
+            for (int64_t t = p->offsets ? p->offsets[n] : 0;
+                 t < (p->offsets ? p->offsets[n + 1] : p->tokens); t++)
                 for (int32_t c = 0; c < V; c++) {
                     double read = 0, out = 0;
                     int32_t h = j / (HV / p->heads);
                     for (int32_t i = 0; i < K; i++) {
-                        double g = x->io.g.data == NULL ? 0 : at(&x->io.g, b, t, j, p->variant == DR_KDA ? i : 0);
+                        double g = x->io.g.data == NULL
+                                       ? 0
+                                       : at(&x->io.g, b, t, j, p->variant == DR_KDA ? i : 0);
                         S[i * V + c] *= exp(g);
                         read += S[i * V + c] * at(&x->io.k, b, t, h, i);
                     }

@@ -29,11 +29,11 @@
 
 /* ---- statuses --------------------------------------------------------------------------- */
 
-#define MUST(call)                                                                           \
-    do {                                                                                     \
-        dr_status must_status = (call);                                                      \
-        if (must_status != DR_OK)                                                            \
-            fail_msg("%s: %s: %s", #call, dr_status_text(must_status), dr_last_error());     \
+#define MUST(call)                                                                       \
+    do {                                                                                 \
+        dr_status must_status = (call);                                                  \
+        if (must_status != DR_OK)                                                        \
+            fail_msg("%s: %s: %s", #call, dr_status_text(must_status), dr_last_error()); \
     } while (0)
 
 /* The call fails with this status and a sentence that contains the text. */
@@ -45,7 +45,8 @@
                      dr_status_text(refused_status),                                         \
                      refused_status == DR_OK ? "" : dr_last_error());                        \
         if (strstr(dr_last_error(), (text)) == NULL)                                         \
-            fail_msg("%s: expected \"%s\" in the sentence \"%s\"", #call, (text), dr_last_error()); \
+            fail_msg("%s: expected \"%s\" in the sentence \"%s\"", #call, (text),            \
+                     dr_last_error());                                                       \
     } while (0)
 
 /* ---- numbers ---------------------------------------------------------------------------- */
@@ -349,12 +350,13 @@ static inline difference compare(const double *got, const double *want, int64_t 
 }
 
 /* Plain arrays against each other; for the small tests. base: see compare. */
-static inline void expect_near_to(const char *what, const double *got, const double *want, int64_t n,
-                                  double budget, double base)
+static inline void expect_near_to(const char *what, const double *got, const double *want,
+                                  int64_t n, double budget, double base)
 {
     difference d = compare(got, want, n, DR_F32, budget, base);
     if (!d.allowed)
-        fail_msg("%s: relative L2 error %.3g, largest %.3g, allowed %.3g", what, d.l2, d.max, budget);
+        fail_msg("%s: relative L2 error %.3g, largest %.3g, allowed %.3g", what, d.l2, d.max,
+                 budget);
 }
 
 static inline void expect_near(const char *what, const double *got, const double *want, int64_t n,

@@ -224,7 +224,8 @@ static void fail_each(const struct maker *m)
             return;
         }
         if (status != DR_ERR_MEMORY || strstr(dr_last_error(), "no memory") == NULL)
-            fail_msg("%s, allocation %ld: %s: %s", m->name, n, dr_status_text(status), dr_last_error());
+            fail_msg("%s, allocation %ld: %s: %s", m->name, n, dr_status_text(status),
+                     dr_last_error());
         if (out != NULL && out != (void *)&out)
             fail_msg("%s, allocation %ld: something was handed out", m->name, n);
         if (allocs.live != before)
@@ -258,7 +259,8 @@ static void test_every_allocation_fails(void **state)
     assert_int_equal(allocs.live, 0);
 }
 
-/* ---- running a layer ---------------------------------------------------------------------------- */
+/* ---- running a layer ----------------------------------------------------------------------------
+ */
 
 enum { HIDDEN = 8, ROWS = 40, N = 3, HEADS = 2, DIM = 4, CHANNELS = 3 * HEADS * DIM, MOST = 1024 };
 
@@ -266,7 +268,8 @@ enum { HIDDEN = 8, ROWS = 40, N = 3, HEADS = 2, DIM = 4, CHANNELS = 3 * HEADS * 
 static void test_running_layers_allocates_nothing(void **state)
 {
     (void)state;
-    static float x[ROWS * HIDDEN], y[ROWS * HIDDEN], dx[ROWS * HIDDEN], weights[MOST], grads[24][MOST];
+    static float x[ROWS * HIDDEN], y[ROWS * HIDDEN], dx[ROWS * HIDDEN], weights[MOST],
+        grads[24][MOST];
     static float states[N * HEADS * DIM * DIM], windows[N * CHANNELS * 3];
     for (int i = 0; i < MOST; i++)
         weights[i] = x[i % (ROWS * HIDDEN)] = 0.1f;
@@ -308,7 +311,8 @@ static void test_running_layers_allocates_nothing(void **state)
     }
 }
 
-/* ---- one rank of several ----------------------------------------------------------------------- */
+/* ---- one rank of several -----------------------------------------------------------------------
+ */
 
 enum { H = 2, K = 4, V = 3, TOKENS = 30, LOCAL = TOKENS / RANKS };
 

@@ -25,7 +25,7 @@ static spec plain(dr_variant variant)
 typedef struct spoil {
     const char *what;
     dr_status status;
-    const char *text; /* in the sentence, after the name */
+    const char *text;                         /* in the sentence, after the name */
     bool (*apply)(dr_tensor *t, bool output); /* false: does not apply to t */
 } spoil;
 
@@ -94,8 +94,14 @@ static bool longer2(dr_tensor *t, bool output) { return (void)output, longer(t, 
 static bool longer3(dr_tensor *t, bool output) { return (void)output, longer(t, 3, 1); }
 static bool shorter0(dr_tensor *t, bool output) { return (void)output, longer(t, 0, -1); }
 static bool shorter3(dr_tensor *t, bool output) { return (void)output, longer(t, 3, -1); }
-static bool negative(dr_tensor *t, bool output) { return (void)output, longer(t, 0, -t->shape[0] - 3); }
-static bool enormous(dr_tensor *t, bool output) { return (void)output, longer(t, 0, INT64_MAX / 2); }
+static bool negative(dr_tensor *t, bool output)
+{
+    return (void)output, longer(t, 0, -t->shape[0] - 3);
+}
+static bool enormous(dr_tensor *t, bool output)
+{
+    return (void)output, longer(t, 0, INT64_MAX / 2);
+}
 
 static bool misaligned(dr_tensor *t, bool output)
 {
@@ -142,7 +148,8 @@ static bool far_up(dr_tensor *t, bool output) { return (void)output, far(t, INT6
 static bool far_down(dr_tensor *t, bool output) { return (void)output, far(t, INT64_MIN); }
 
 static const spoil spoils[] = {
-    {"unknown type", DR_ERR_SHAPE, ": dtype must be one of f32, bf16, f16, f64, got 9", unknown_type},
+    {"unknown type", DR_ERR_SHAPE, ": dtype must be one of f32, bf16, f16, f64, got 9",
+     unknown_type},
     {"no type", DR_ERR_SHAPE, ": dtype must be one of f32, bf16, f16, f64, got 0", no_type},
     {"rank 0", DR_ERR_SHAPE, "rank must be ", rank_zero},
     {"rank 5", DR_ERR_SHAPE, "rank must be ", rank_five},
@@ -159,13 +166,14 @@ static const spoil spoils[] = {
     {"axis 0 enormous", DR_ERR_SHAPE, ": expected ", enormous},
     {"misaligned", DR_ERR_ARG, ": data must be aligned to its element (4 bytes)", misaligned},
     {"folded output", DR_ERR_SHAPE, ": an output needs distinct addresses, got stride[", folded},
-    {"crossing output", DR_ERR_SHAPE, ": an output needs distinct addresses, got stride[", crossing},
+    {"crossing output", DR_ERR_SHAPE, ": an output needs distinct addresses, got stride[",
+     crossing},
     {"far up", DR_ERR_SHAPE, " must fit 64 bits, got ", far_up},
     {"far down", DR_ERR_SHAPE, " must fit 64 bits, got ", far_down},
 };
 
-static void expect_sentence(const char *call, const char *tensor_name, const char *what, dr_status got,
-                            dr_status status, const char *text)
+static void expect_sentence(const char *call, const char *tensor_name, const char *what,
+                            dr_status got, dr_status status, const char *text)
 {
     size_t length = strlen(tensor_name);
     if (got != status || strncmp(dr_last_error(), tensor_name, length) != 0 ||
@@ -193,7 +201,8 @@ static void test_spoilt_tensors(void **state)
                     for (size_t m = 0; m < DR_COUNT(spoils); m++) {
                         dr_io io = r.io;
                         dr_tensor *t = io_slot(&io, i);
-                        bool output = slots[i].role == ROLE_OUTPUT || slots[i].role == ROLE_GRADIENT;
+                        bool output =
+                            slots[i].role == ROLE_OUTPUT || slots[i].role == ROLE_GRADIENT;
                         if (t->data == NULL || !concerns(i, rig_entries[e].dir) ||
                             (i == S_chunk_states && rig_entries[e].call == rig_step) ||
                             !spoils[m].apply(t, output))
@@ -240,8 +249,9 @@ static void test_missing_tensors(void **state)
             for (size_t e = 0; e < DR_COUNT(rig_entries); e++) {
                 const struct rig_entry *x = &rig_entries[e];
                 for (int i = 0; i < SLOTS; i++) {
-                    bool needed = i <= S_beta || (i == S_a_log && gate == DR_GATE_SOFTPLUS) ||
-                                  (x->call == rig_step && (i == S_initial_state || i == S_final_state));
+                    bool needed =
+                        i <= S_beta || (i == S_a_log && gate == DR_GATE_SOFTPLUS) ||
+                        (x->call == rig_step && (i == S_initial_state || i == S_final_state));
                     dr_io io = r.io;
                     io_slot(&io, i)->data = NULL;
                     if (i == S_a_log)
@@ -339,7 +349,8 @@ static void test_state_index(void **state)
                 if (x->dir > 0)
                     assert_string_equal(dr_last_error(), bad[i].text);
                 else
-                    assert_string_equal(dr_last_error(), "state_index: must be NULL for the adjoint");
+                    assert_string_equal(dr_last_error(),
+                                        "state_index: must be NULL for the adjoint");
                 rig_untouched(&r);
             }
             if (x->dir < 0)
@@ -390,8 +401,11 @@ typedef struct op {
     op_field fields[13];
 } op;
 
-#define OP_CALL(name, member, call) \
-    static dr_status name(const dr_context *ctx, const op_args *a) { return call(ctx, a ? &a->member : NULL); }
+#define OP_CALL(name, member, call)                                \
+    static dr_status name(const dr_context *ctx, const op_args *a) \
+    {                                                              \
+        return call(ctx, a ? &a->member : NULL);                   \
+    }
 OP_CALL(conv, conv, dr_conv)
 OP_CALL(conv_back, conv, dr_conv_backward)
 OP_CALL(conv_one, conv, dr_conv_step)
@@ -405,25 +419,40 @@ OP_CALL(norm, norm, dr_gated_norm)
 OP_CALL(norm_back, norm, dr_gated_norm_backward)
 OP_CALL(matmul, matmul, dr_matmul)
 
-#define CONV(name, letters, kind) {#name, offsetof(dr_conv_args, name), letters, kind}
-#define CONV_FIELDS                                                                            \
-    {CONV(x, "BTD", NEEDED | SETTER | FORWARD | BACKWARD),                                     \
-     CONV(weight, "DW", NEEDED | FORWARD | BACKWARD),                                          \
-     CONV(bias, "D", FORWARD | BACKWARD),                                                      \
-     CONV(initial_state, "BDh", FORWARD | BACKWARD),                                           \
-     CONV(y, "BTD", OUT | FORWARD),                                                            \
-     CONV(final_state, "BDh", OUT | FORWARD | BACKWARD),                                       \
-     CONV(dy, "BTD", BACKWARD),                                                                \
-     CONV(d_final_state, "BDh", BACKWARD),                                                     \
-     CONV(dx, "BTD", OUT | BACKWARD),                                                          \
-     CONV(dweight, "DW", OUT | BACKWARD),                                                      \
-     CONV(dbias, "D", OUT | BACKWARD),                                                         \
-     CONV(d_initial_state, "BDh", OUT | BACKWARD)}
-#define GATE(name, letters, kind) {#name, offsetof(dr_gate_args, name), letters, kind}
-#define BETA(name, kind) {#name, offsetof(dr_beta_args, name), "BTJ", kind}
-#define L2NORM(name, kind) {#name, offsetof(dr_l2norm_args, name), "BTJK", kind}
-#define NORM(name, letters, kind) {#name, offsetof(dr_norm_args, name), letters, kind}
-#define MATMUL(name, letters, kind) {#name, offsetof(dr_matmul_args, name), letters, kind}
+#define CONV(name, letters, kind)                          \
+    {                                                      \
+#name, offsetof(dr_conv_args, name), letters, kind \
+    }
+#define CONV_FIELDS                                                                               \
+    {                                                                                             \
+        CONV(x, "BTD", NEEDED | SETTER | FORWARD | BACKWARD),                                     \
+            CONV(weight, "DW", NEEDED | FORWARD | BACKWARD), CONV(bias, "D", FORWARD | BACKWARD), \
+            CONV(initial_state, "BDh", FORWARD | BACKWARD), CONV(y, "BTD", OUT | FORWARD),        \
+            CONV(final_state, "BDh", OUT | FORWARD | BACKWARD), CONV(dy, "BTD", BACKWARD),        \
+            CONV(d_final_state, "BDh", BACKWARD), CONV(dx, "BTD", OUT | BACKWARD),                \
+            CONV(dweight, "DW", OUT | BACKWARD), CONV(dbias, "D", OUT | BACKWARD),                \
+            CONV(d_initial_state, "BDh", OUT | BACKWARD)                                          \
+    }
+#define GATE(name, letters, kind)                          \
+    {                                                      \
+#name, offsetof(dr_gate_args, name), letters, kind \
+    }
+#define BETA(name, kind)                                 \
+    {                                                    \
+#name, offsetof(dr_beta_args, name), "BTJ", kind \
+    }
+#define L2NORM(name, kind)                                  \
+    {                                                       \
+#name, offsetof(dr_l2norm_args, name), "BTJK", kind \
+    }
+#define NORM(name, letters, kind)                          \
+    {                                                      \
+#name, offsetof(dr_norm_args, name), letters, kind \
+    }
+#define MATMUL(name, letters, kind)                          \
+    {                                                        \
+#name, offsetof(dr_matmul_args, name), letters, kind \
+    }
 
 static const op ops[] = {
     {"dr_conv", {.conv = DR_CONV_ARGS_INIT}, conv, conv_back, CONV_FIELDS},
@@ -432,10 +461,11 @@ static const op ops[] = {
      {.gate = DR_GATE_ARGS_INIT},
      gate,
      gate_back,
-     {GATE(x, "BTJK", NEEDED | SETTER | FORWARD | BACKWARD), GATE(a_log, "J", NEEDED | FORWARD | BACKWARD),
-      GATE(dt_bias, "JK", FORWARD | BACKWARD), GATE(g, "BTJK", NEEDED | OUT | FORWARD),
-      GATE(dg, "BTJK", NEEDED | BACKWARD), GATE(dx, "BTJK", OUT | BACKWARD),
-      GATE(da_log, "J", OUT | BACKWARD), GATE(ddt_bias, "JK", OUT | BACKWARD)}},
+     {GATE(x, "BTJK", NEEDED | SETTER | FORWARD | BACKWARD),
+      GATE(a_log, "J", NEEDED | FORWARD | BACKWARD), GATE(dt_bias, "JK", FORWARD | BACKWARD),
+      GATE(g, "BTJK", NEEDED | OUT | FORWARD), GATE(dg, "BTJK", NEEDED | BACKWARD),
+      GATE(dx, "BTJK", OUT | BACKWARD), GATE(da_log, "J", OUT | BACKWARD),
+      GATE(ddt_bias, "JK", OUT | BACKWARD)}},
     {"dr_beta",
      {.beta = DR_BETA_ARGS_INIT},
      beta,
@@ -453,10 +483,10 @@ static const op ops[] = {
      norm,
      norm_back,
      {NORM(x, "BTJV", NEEDED | SETTER | FORWARD | BACKWARD),
-      NORM(gate, "BTJV", NEEDED | FORWARD | BACKWARD), NORM(weight, "V", NEEDED | FORWARD | BACKWARD),
-      NORM(y, "BTJV", NEEDED | OUT | FORWARD), NORM(dy, "BTJV", NEEDED | BACKWARD),
-      NORM(dx, "BTJV", OUT | BACKWARD), NORM(dgate, "BTJV", OUT | BACKWARD),
-      NORM(dweight, "V", OUT | BACKWARD)}},
+      NORM(gate, "BTJV", NEEDED | FORWARD | BACKWARD),
+      NORM(weight, "V", NEEDED | FORWARD | BACKWARD), NORM(y, "BTJV", NEEDED | OUT | FORWARD),
+      NORM(dy, "BTJV", NEEDED | BACKWARD), NORM(dx, "BTJV", OUT | BACKWARD),
+      NORM(dgate, "BTJV", OUT | BACKWARD), NORM(dweight, "V", OUT | BACKWARD)}},
     {"dr_matmul",
      {.matmul = DR_MATMUL_ARGS_INIT},
      matmul,
@@ -525,8 +555,8 @@ static void spoil_op(const dr_context *ctx, const op *o, op_call *call, int dir)
             if (((f->kind & SETTER) && (shape || strstr(spoils[m].text, "rank"))) ||
                 !spoils[m].apply(t, f->kind & OUT))
                 continue;
-            if (strcmp(f->name, "weight") == 0 && dir != 0 && o->init.size == sizeof(dr_conv_args) &&
-                (shape || strstr(spoils[m].text, "rank")))
+            if (strcmp(f->name, "weight") == 0 && dir != 0 &&
+                o->init.size == sizeof(dr_conv_args) && (shape || strstr(spoils[m].text, "rank")))
                 continue; /* sets W */
             if (strchr(f->letters, 'h') && spoils[m].apply == longer2)
                 continue; /* halo + 1 is the other width of a state */
@@ -537,7 +567,8 @@ static void spoil_op(const dr_context *ctx, const op *o, op_call *call, int dir)
         op_args a = r.a;
         ((dr_tensor *)((char *)&a + f->at))->data = NULL;
         if (f->kind & NEEDED) {
-            expect_sentence(o->name, f->name, "missing", call(ctx, &a), DR_ERR_ARG, ": must be given");
+            expect_sentence(o->name, f->name, "missing", call(ctx, &a), DR_ERR_ARG,
+                            ": must be given");
             op_untouched(&r, o);
         }
     }
@@ -566,15 +597,15 @@ static void test_spoilt_operations(void **state)
     }
 }
 
-#define CONV_BAD(change, status, text)                 \
-    do {                                               \
-        op_rig r = op_make(&ops[0]);                   \
-        dr_conv_args *a = &r.a.conv;                   \
-        change;                                        \
-        REFUSED(dr_conv(ctx, a), status, text);        \
+#define CONV_BAD(change, status, text)                   \
+    do {                                                 \
+        op_rig r = op_make(&ops[0]);                     \
+        dr_conv_args *a = &r.a.conv;                     \
+        change;                                          \
+        REFUSED(dr_conv(ctx, a), status, text);          \
         REFUSED(dr_conv_backward(ctx, a), status, text); \
-        op_untouched(&r, &ops[0]);                     \
-        op_free(&r);                                   \
+        op_untouched(&r, &ops[0]);                       \
+        op_free(&r);                                     \
     } while (0)
 
 static void test_spoilt_settings(void **state)
@@ -585,22 +616,27 @@ static void test_spoilt_settings(void **state)
     for (size_t b = 0; b < DR_COUNT(backends); b++) {
         dr_context *ctx;
         MUST(dr_context_create(backends[b], NULL, &ctx));
-        CONV_BAD(a->activation = DR_ACT_SIGMOID, DR_ERR_ARG, "activation: must be DR_ACT_NONE (0) or DR_ACT_SILU");
+        CONV_BAD(a->activation = DR_ACT_SIGMOID, DR_ERR_ARG,
+                 "activation: must be DR_ACT_NONE (0) or DR_ACT_SILU");
         CONV_BAD(a->dilation = -1, DR_ERR_ARG, "dilation: must be 1 or more, got -1");
         CONV_BAD(a->weight.shape[1] = 0, DR_ERR_SHAPE, "weight: expected [D,W] or [D,1,W]");
         CONV_BAD(a->weight.rank = 1, DR_ERR_SHAPE, "weight: expected [D,W] or [D,1,W]");
-        CONV_BAD(a->weight.shape[0] = 5, DR_ERR_SHAPE, "weight: expected [D,W] = [6, 4], got [5, 4]");
+        CONV_BAD(a->weight.shape[0] = 5, DR_ERR_SHAPE,
+                 "weight: expected [D,W] = [6, 4], got [5, 4]");
         CONV_BAD(a->x.rank = 1, DR_ERR_SHAPE, "x: rank must be ");
         CONV_BAD(a->x.rank = 4, DR_ERR_SHAPE, "x: rank must be ");
         CONV_BAD(a->x.shape[1] = -1, DR_ERR_SHAPE, "x: shape[1] must be 0 or more");
         CONV_BAD(a->x.shape[1] = INT64_MAX / 2, DR_ERR_SHAPE, "the product must fit 64 bits");
         CONV_BAD(a->sequences = 1, DR_ERR_ARG, "offsets: absent although sequences is 1");
         CONV_BAD((a->offsets = late, a->sequences = 1), DR_ERR_SHAPE, "batch: must be 1");
-        CONV_BAD(a->initial_state.shape[2] = 5, DR_ERR_SHAPE, "initial_state: expected [N,D,halo] = [2, 6, 3]");
+        CONV_BAD(a->initial_state.shape[2] = 5, DR_ERR_SHAPE,
+                 "initial_state: expected [N,D,halo] = [2, 6, 3]");
         op_rig r = op_make(&ops[0]);
         r.a.conv.state_index = twice;
-        REFUSED(dr_conv(ctx, &r.a.conv), DR_ERR_ARG, "state_index: slots of one call must differ, got slot 0");
-        REFUSED(dr_conv_backward(ctx, &r.a.conv), DR_ERR_ARG, "state_index: must be NULL for the backward");
+        REFUSED(dr_conv(ctx, &r.a.conv), DR_ERR_ARG,
+                "state_index: slots of one call must differ, got slot 0");
+        REFUSED(dr_conv_backward(ctx, &r.a.conv), DR_ERR_ARG,
+                "state_index: must be NULL for the backward");
         r.a.conv.state_index = NULL;
         r.a.conv.y.data = r.a.conv.final_state.data = NULL;
         REFUSED(dr_conv(ctx, &r.a.conv), DR_ERR_ARG, "y: must be given, or else final_state");

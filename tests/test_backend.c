@@ -29,7 +29,7 @@ static double budget_of(const spec *s)
 static const int64_t lengths[] = {0, 1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 200};
 static const struct {
     int32_t K, V;
-} widths[] = {{1, 1},   {2, 1},    {16, 48},   {48, 16},   {24, 40},
+} widths[] = {{1, 1},   {2, 1},    {16, 48},  {48, 16},   {24, 40},
               {64, 64}, {96, 192}, {100, 60}, {128, 128}, {256, 256}};
 
 typedef struct documents {
@@ -56,9 +56,9 @@ static void draw_documents(rng *r, int64_t T, documents *d, dr_problem *p)
 static void draw_types(rng *r, spec *s)
 {
     static const dr_dtype rows[][3] = {
-        {DR_F32, DR_F32, DR_F32},   {DR_F32, DR_F32, DR_F32}, {DR_BF16, DR_F32, DR_F32},
-        {DR_F16, DR_F32, DR_F32},   {DR_BF16, DR_BF16, DR_BF16}, {DR_F16, DR_F16, DR_F16},
-        {DR_F32, DR_BF16, DR_F32},  {DR_BF16, DR_F16, DR_F32},
+        {DR_F32, DR_F32, DR_F32},  {DR_F32, DR_F32, DR_F32},    {DR_BF16, DR_F32, DR_F32},
+        {DR_F16, DR_F32, DR_F32},  {DR_BF16, DR_BF16, DR_BF16}, {DR_F16, DR_F16, DR_F16},
+        {DR_F32, DR_BF16, DR_F32}, {DR_BF16, DR_F16, DR_F32},
     };
     int64_t i = rng_below(r, (int64_t)DR_COUNT(rows));
     s->dtype = rows[i][0];
@@ -69,9 +69,20 @@ static void draw_types(rng *r, spec *s)
 static void draw_absent(rng *r, spec *s)
 {
     static const uint32_t optional[] = {
-        BIT(initial_state), BIT(chunk_states),  BIT(d_o), BIT(d_final_state),   BIT(dt_bias), BIT(dq),
-        BIT(dk),            BIT(dv),            BIT(dg),  BIT(d_initial_state), BIT(dbeta),   BIT(da_log),
-        BIT(ddt_bias),      BIT(final_state),
+        BIT(initial_state),
+        BIT(chunk_states),
+        BIT(d_o),
+        BIT(d_final_state),
+        BIT(dt_bias),
+        BIT(dq),
+        BIT(dk),
+        BIT(dv),
+        BIT(dg),
+        BIT(d_initial_state),
+        BIT(dbeta),
+        BIT(da_log),
+        BIT(ddt_bias),
+        BIT(final_state),
     };
     for (size_t i = 0; i < DR_COUNT(optional); i++)
         if (rng_below(r, 5) == 0)
@@ -147,11 +158,20 @@ static void check_spec(const spec *s, how h)
     trial_free(&x);
 }
 
+/* ref is slow by design: the widest states get the lengths around one chunk edge only. */
+static bool too_slow(int64_t T, size_t w)
+{
+    bool some = T <= 1 || T == 17 || T == 65 || (T == 129 && widths[w].K < 256);
+    return widths[w].K >= 96 && widths[w].V >= 96 && !some;
+}
+
 static void sample(dr_variant variant)
 {
     rng r = {variant == DR_KDA ? 7001 : 7000};
     for (size_t w = 0; w < DR_COUNT(widths); w++)
         for (size_t t = 0; t < DR_COUNT(lengths); t++) {
+            if (too_slow(lengths[t], w))
+                continue;
             documents d;
             spec s = draw_spec(&r, variant, lengths[t], widths[w].K, widths[w].V, &d);
             how h = {.form = rng_below(&r, 3) ? FORM_CALL : FORM_STAGED};
@@ -241,7 +261,8 @@ static void test_every_layout(void **state)
     static const dr_dtype types[] = {DR_F32, DR_BF16, DR_F16};
     for (size_t i = 0; i < DR_COUNT(variants); i++)
         for (int code = 0; code < 3 * LAYOUT_ANY; code++) {
-            spec s = {.p = problem_make(variants[i], 37, 2, 4, 20, 36), .layout = (layout)(code / 3)};
+            spec s = {.p = problem_make(variants[i], 37, 2, 4, 20, 36),
+                      .layout = (layout)(code / 3)};
             s.p.batch = 2;
             s.dtype = s.gate_dtype = types[code % 3];
             s.p.state_v_first = code & 1;
@@ -309,9 +330,14 @@ static void test_packed_layouts(void **state)
     static const struct {
         int64_t N, T, offsets[8];
     } rows[] = {
-        {1, 0, {0, 0}},       {1, 5, {0, 0}},          {4, 66, {0, 1, 1, 65, 66}},
-        {4, 194, {0, 64, 65, 130, 194}}, {2, 65, {0, 64, 65}}, {3, 100, {0, 0, 90, 90}},
-        {2, 130, {0, 63, 129}},          {5, 9, {0, 1, 2, 3, 3, 8}},
+        {1, 0, {0, 0}},
+        {1, 5, {0, 0}},
+        {4, 66, {0, 1, 1, 65, 66}},
+        {4, 194, {0, 64, 65, 130, 194}},
+        {2, 65, {0, 64, 65}},
+        {3, 100, {0, 0, 90, 90}},
+        {2, 130, {0, 63, 129}},
+        {5, 9, {0, 1, 2, 3, 3, 8}},
     };
     for (size_t i = 0; i < DR_COUNT(variants); i++)
         for (size_t m = 0; m < DR_COUNT(rows); m++)
@@ -336,6 +362,8 @@ static void test_step(void **state)
         for (size_t t = 0; t < DR_COUNT(tokens); t++)
             for (size_t w = 0; w < DR_COUNT(widths); w++) {
                 documents d;
+                if (too_slow(tokens[t], w))
+                    continue;
                 spec s = draw_spec(&r, variants[i], tokens[t], widths[w].K, widths[w].V, &d);
                 s.absent &= ~(BIT(initial_state) | BIT(final_state));
                 check_spec(&s, (how){.form = FORM_STEP});
@@ -420,8 +448,9 @@ static float *maps_of(const dr_context *ctx, trial *x, dr_direction dir, int32_t
     int64_t count = x->N * x->p.value_heads * (x->p.value_dim + x->p.key_dim) * x->p.key_dim;
     int64_t shape[] = {count};
     rng r = {1};
-    tensor o = tensor_make(&r, LAYOUT_DENSE, DR_F64, 4,
-                           (const int64_t[]){x->p.batch, x->p.tokens, x->p.value_heads, x->p.value_dim});
+    tensor o =
+        tensor_make(&r, LAYOUT_DENSE, DR_F64, 4,
+                    (const int64_t[]){x->p.batch, x->p.tokens, x->p.value_heads, x->p.value_dim});
     o.view = dr_tensor_make(o.memory.data, DR_F32, 4, x->p.batch, x->p.tokens, x->p.value_heads,
                             x->p.value_dim);
     tensor maps = tensor_make(&r, LAYOUT_DENSE, DR_F32, 1, shape);
@@ -471,8 +500,8 @@ static void check_maps(const spec *s)
             /* In a few channels A is the small remainder of a contraction: judged at its start.
              * Elsewhere what has faded below 1e-12 is judged as if it were that large. */
             expect_near(text, got + m * size, want + m * size, V * K, budget_of(s));
-            expect_near_to(text, got + m * size + V * K, want + m * size + V * K, K * K, budget_of(s),
-                           K < 16 ? sqrt((double)K) : 1e-12);
+            expect_near_to(text, got + m * size + V * K, want + m * size + V * K, K * K,
+                           budget_of(s), K < 16 ? sqrt((double)K) : 1e-12);
         }
         free(a);
         free(b);
@@ -491,11 +520,11 @@ static void test_maps(void **state)
         for (size_t t = 0; t < DR_COUNT(tokens); t++)
             for (size_t w = 0; w < DR_COUNT(widths); w++) {
                 documents d;
+                if (too_slow(tokens[t], w) || (tokens[t] > 17 && widths[w].K == 256))
+                    continue;
                 spec s = draw_spec(&r, variants[i], tokens[t], widths[w].K, widths[w].V, &d);
                 if (s.decay == DECAY_STRONG || s.decay == DECAY_CRUSH)
                     s.decay = DECAY_MIXED; /* a map of zeros says little */
-                if (tokens[t] > 65 && widths[w].K > 100) /* minutes in ref */
-                    continue;
                 check_maps(&s);
             }
 }
@@ -579,17 +608,19 @@ static void check_gradient(trial *x, const result *gradients, int input, int gra
     if (x->io.q.data == NULL || io_slot(&x->io, input)->data == NULL)
         return;
     int64_t n = view_count(io_slot(&x->io, input));
-    double *values = view_read(io_slot(&x->io, input)), *along = malloc(sizeof *along * (size_t)(n + 1));
+    double *values = view_read(io_slot(&x->io, input)),
+           *along = malloc(sizeof *along * (size_t)(n + 1));
     assert_non_null(along);
     for (int64_t m = 0; m < n; m++)
         along[m] = rng_normal(&x->random);
     double h = 2e-7; /* small: a short row in l2norm bends on the scale of sqrt(eps) */
     double up = moved(x, input, values, along, n, h), down = moved(x, input, values, along, n, -h);
     double want = (up - down) / (2 * h), got = dot(gradients->value[gradient], along, n);
-    double size = sqrt(dot(gradients->value[gradient], gradients->value[gradient], n) * dot(along, along, n));
+    double size =
+        sqrt(dot(gradients->value[gradient], gradients->value[gradient], n) * dot(along, along, n));
     if (!(fabs(got - want) <= 1e-6 * size + 1e-7 * fabs(up) + 1e-9))
-        fail_msg("%s: %s: %.12g by differences, %.12g by the adjoint", text, slots[gradient].name, want,
-                 got);
+        fail_msg("%s: %s: %.12g by differences, %.12g by the adjoint", text, slots[gradient].name,
+                 want, got);
     moved(x, input, values, along, n, 0);
     free(values);
     free(along);
@@ -598,9 +629,14 @@ static void check_gradient(trial *x, const result *gradients, int input, int gra
 static void test_reference_gradients(void **state)
 {
     (void)state;
-    static const int pairs[][2] = {{S_q, S_dq},       {S_k, S_dk},         {S_v, S_dv},
-                                   {S_g, S_dg},       {S_beta, S_dbeta},   {S_a_log, S_da_log},
-                                   {S_dt_bias, S_ddt_bias}, {S_initial_state, S_d_initial_state}};
+    static const int pairs[][2] = {{S_q, S_dq},
+                                   {S_k, S_dk},
+                                   {S_v, S_dv},
+                                   {S_g, S_dg},
+                                   {S_beta, S_dbeta},
+                                   {S_a_log, S_da_log},
+                                   {S_dt_bias, S_ddt_bias},
+                                   {S_initial_state, S_d_initial_state}};
     rng r = {7006};
     for (int i = 0; i < 120; i++) {
         documents d;
@@ -613,7 +649,8 @@ static void test_reference_gradients(void **state)
         trial x = trial_make(&s);
         result gradients = trial_run(ref, &x, (how){.form = i % 3 ? FORM_CALL : FORM_STAGED});
         for (size_t m = 0; m < DR_COUNT(pairs); m++)
-            check_gradient(&x, &gradients, pairs[m][0], pairs[m][1], spec_text(&s, text, sizeof text));
+            check_gradient(&x, &gradients, pairs[m][0], pairs[m][1],
+                           spec_text(&s, text, sizeof text));
         result_free(&gradients);
         trial_free(&x);
     }

@@ -72,8 +72,9 @@ static void expect_refused(rig *r, const struct rig_entry *e, const dr_io *io, c
 
 static size_t scratch_of(const rig *r, const struct rig_entry *e)
 {
-    return e->staged ? r->info.staged_scratch
-                     : e->dir > 0 ? r->info.forward_scratch : r->info.backward_scratch;
+    return e->staged    ? r->info.staged_scratch
+           : e->dir > 0 ? r->info.forward_scratch
+                        : r->info.backward_scratch;
 }
 
 static void test_spoilt_buffers(void **state)
@@ -87,8 +88,8 @@ static void test_spoilt_buffers(void **state)
             char text[100];
             dr_buffers x = r.b.b;
             x.scratch_bytes = scratch_of(&r, e) - 1;
-            snprintf(text, sizeof text, "buffers.scratch: needs %zu bytes, got %zu", scratch_of(&r, e),
-                     x.scratch_bytes);
+            snprintf(text, sizeof text, "buffers.scratch: needs %zu bytes, got %zu",
+                     scratch_of(&r, e), x.scratch_bytes);
             expect_refused(&r, e, &r.io, &x, DR_ERR_BUFFER, text);
             x = r.b.b;
             x.scratch = NULL;
@@ -104,8 +105,8 @@ static void test_spoilt_buffers(void **state)
                 continue;
             x = r.b.b;
             x.saved_bytes = r.info.saved_bytes - 1;
-            snprintf(text, sizeof text, "buffers.saved: needs %zu bytes, got %zu", r.info.saved_bytes,
-                     x.saved_bytes);
+            snprintf(text, sizeof text, "buffers.saved: needs %zu bytes, got %zu",
+                     r.info.saved_bytes, x.saved_bytes);
             expect_refused(&r, e, &r.io, &x, DR_ERR_BUFFER, text);
             x = r.b.b;
             x.saved = (char *)x.saved + 32;
@@ -157,7 +158,8 @@ static void test_buffers_create(void **state)
     MUST(dr_buffers_create(r.plan, &x));
     assert_int_equal(x.size, sizeof x);
     assert_int_equal(x.saved_bytes, r.info.saved_bytes);
-    assert_true(x.scratch_bytes >= r.info.staged_scratch && x.scratch_bytes >= r.info.backward_scratch);
+    assert_true(x.scratch_bytes >= r.info.staged_scratch &&
+                x.scratch_bytes >= r.info.backward_scratch);
     MUST(dr_forward(r.plan, &r.io, &x));
     MUST(dr_backward(r.plan, &r.io, &x));
     dr_buffers_destroy(&x);
@@ -202,7 +204,8 @@ static void test_adjoint_without_its_forward(void **state)
                 MUST(dr_plan_create(r.ctx, &other.p, &r.plan));
                 dr_plan_info info = DR_PLAN_INFO_INIT;
                 MUST(dr_plan_describe(r.plan, &info));
-                if (info.saved_bytes <= r.b.b.saved_bytes && info.staged_scratch <= r.b.b.scratch_bytes &&
+                if (info.saved_bytes <= r.b.b.saved_bytes &&
+                    info.staged_scratch <= r.b.b.scratch_bytes &&
                     info.backward_scratch <= r.b.b.scratch_bytes)
                     expect_refused(&r, e, &r.io, &r.b.b, DR_ERR_BUFFER, text);
                 dr_plan_destroy(r.plan);
@@ -253,7 +256,8 @@ static void test_stages_out_of_order(void **state)
             REFUSED(dr_output(r.plan, d, &r.io, &r.b.b), DR_ERR_ARG, "dr_output: needs dr_recur");
             REFUSED(dr_recur(r.plan, d, &r.io, &r.b.b, NULL, NULL), DR_ERR_ARG,
                     "dr_recur: needs dr_prepare");
-            REFUSED(dr_summarize(r.plan, d, &r.io, &r.b.b, NULL), DR_ERR_ARG, "maps: must not be NULL");
+            REFUSED(dr_summarize(r.plan, d, &r.io, &r.b.b, NULL), DR_ERR_ARG,
+                    "maps: must not be NULL");
             REFUSED(dr_prepare(r.plan, (dr_direction)2, &r.io, &r.b.b), DR_ERR_ARG,
                     "dir: must be DR_FORWARD (1) or DR_ADJOINT (-1), got 2");
             REFUSED(dr_prepare(NULL, d, &r.io, &r.b.b), DR_ERR_ARG, "plan: must not be NULL");
@@ -296,16 +300,21 @@ static void test_spoilt_maps(void **state)
         REFUSED(dr_map_apply(NULL, 1, K, V, x, x, out), DR_ERR_ARG, "ctx: must not be NULL");
         REFUSED(dr_map_apply(ctx, -1, K, V, x, x, out), DR_ERR_ARG, "n: must be 0 or more");
         REFUSED(dr_map_apply(ctx, INT64_MAX, K, V, x, x, out), DR_ERR_ARG, "n: must be 0 or more");
-        REFUSED(dr_map_apply(ctx, 1, 0, V, x, x, out), DR_ERR_SHAPE, "K, V: must be 1 to 256, got 0, 3");
+        REFUSED(dr_map_apply(ctx, 1, 0, V, x, x, out), DR_ERR_SHAPE,
+                "K, V: must be 1 to 256, got 0, 3");
         REFUSED(dr_map_apply(ctx, 1, K, 257, x, x, out), DR_ERR_SHAPE, "got 4, 257");
         REFUSED(dr_map_apply(ctx, 1, K, V, x, NULL, out), DR_ERR_ARG, "maps: must not be NULL");
         REFUSED(dr_map_apply(ctx, 1, K, V, x, x, NULL), DR_ERR_ARG, "out: must not be NULL");
         REFUSED(dr_map_apply(ctx, 2, K, V, x, x + 2 * STATE, x + STATE), DR_ERR_ARG,
                 "out: must not overlap");
-        REFUSED(dr_map_apply(ctx, 1, K, V, NULL, x, x + MAP - 1), DR_ERR_ARG, "out: must not overlap");
-        REFUSED(dr_map_compose(ctx, 1, K, V, NULL, x, out), DR_ERR_ARG, "first, second, out: must not be");
-        REFUSED(dr_map_compose(ctx, 1, K, V, x, NULL, out), DR_ERR_ARG, "first, second, out: must not be");
-        REFUSED(dr_map_compose(ctx, 1, K, V, x, x + MAP, x), DR_ERR_ARG, "out: must not overlap first");
+        REFUSED(dr_map_apply(ctx, 1, K, V, NULL, x, x + MAP - 1), DR_ERR_ARG,
+                "out: must not overlap");
+        REFUSED(dr_map_compose(ctx, 1, K, V, NULL, x, out), DR_ERR_ARG,
+                "first, second, out: must not be");
+        REFUSED(dr_map_compose(ctx, 1, K, V, x, NULL, out), DR_ERR_ARG,
+                "first, second, out: must not be");
+        REFUSED(dr_map_compose(ctx, 1, K, V, x, x + MAP, x), DR_ERR_ARG,
+                "out: must not overlap first");
         REFUSED(dr_map_compose(ctx, 1, K, 0, x, x, out), DR_ERR_SHAPE, "got 4, 0");
         MUST(dr_map_apply(ctx, 0, K, V, NULL, NULL, NULL));
         MUST(dr_map_compose(ctx, 0, K, V, NULL, NULL, NULL));

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_fields_layers.c - the third part of test_fields.c: the kinds of fault that show in
+ * test_fields_layers.c - the fourth part of test_fields.c: the kinds of fault that show in
  * whole layers and in files of weights. Layers of both kinds, on both backends.
  */
 #include "layer_trial.h"
@@ -13,7 +13,7 @@ static const dr_layer_kind kinds[] = {DR_LAYER_GDN, DR_LAYER_KDA};
 static const char *const names[] = {"cpu", "ref"};
 static dr_context *ctx[2];
 
-#define FOR_EACH_LAYER(b, kind)  \
+#define FOR_EACH_LAYER(b, kind) \
     for (int b = 0; b < 2; b++) \
         for (const dr_layer_kind *kind = kinds; kind < kinds + DR_COUNT(kinds); kind++)
 
@@ -45,7 +45,8 @@ static void expect_rows(const trial *alone, const trial *whole, int64_t from, in
         if (strcmp(names[b], "ref") == 0)
             expect_bits("document", slots[both[i]].name, alone->v[both[i]], rows, n);
         else
-            expect_close("document", slots[both[i]].name, alone->v[both[i]], doubles_of(rows, n), n, 1e-5);
+            expect_close("document", slots[both[i]].name, alone->v[both[i]], doubles_of(rows, n), n,
+                         1e-5);
     }
 }
 
@@ -59,7 +60,8 @@ static void test_A09_layers_know_their_documents(void **state)
         rng r = {91};
         block layer = layer_of(b, *kind, &r);
         dr_layer_layout all = packed(40, offsets, 4), none = dense(1, 40);
-        trial whole = trial_make(&layer, &all, false, &r), leaky = trial_plain(&layer, &none, false);
+        trial whole = trial_make(&layer, &all, false, &r),
+              leaky = trial_plain(&layer, &none, false);
         trial_run(&whole);
         for (int n = 0; n < 4; n++) {
             dr_layer_layout one = dense(1, offsets[n + 1] - offsets[n]);
@@ -72,7 +74,8 @@ static void test_A09_layers_know_their_documents(void **state)
         }
         take_rows(&leaky, &whole, 0); /* without boundaries it would not be so */
         trial_run(&leaky);
-        assert_true(fabs(leaky.v[S_y][5 * layer.c.hidden] - whole.v[S_y][5 * layer.c.hidden]) > 1e-4);
+        assert_true(fabs(leaky.v[S_y][5 * layer.c.hidden] - whole.v[S_y][5 * layer.c.hidden]) >
+                    1e-4);
         dr_layer_destroy(layer.layer);
     }
 }
@@ -141,7 +144,8 @@ static void test_A13_padding(void **state)
             if (batch == 1)
                 without = dense(1, REAL);
             with.mask = mask;
-            trial want = trial_make(&layer, &without, false, &r), got = trial_plain(&layer, &with, false);
+            trial want = trial_make(&layer, &without, false, &r),
+                  got = trial_plain(&layer, &with, false);
             got.v[S_x] = floats(got.n[S_x], NAN);
             got.v[S_dy] = floats(got.n[S_dy], NAN);
             for (int64_t m = 0; m < batch * T; m++) {
@@ -149,8 +153,10 @@ static void test_A13_padding(void **state)
                 mask[m] = m % T >= pads[i];
                 if (!mask[m])
                     continue;
-                memcpy(got.v[S_x] + m * hidden, want.v[S_x] + row * hidden, sizeof(float) * (size_t)hidden);
-                memcpy(got.v[S_dy] + m * hidden, want.v[S_dy] + row * hidden, sizeof(float) * (size_t)hidden);
+                memcpy(got.v[S_x] + m * hidden, want.v[S_x] + row * hidden,
+                       sizeof(float) * (size_t)hidden);
+                memcpy(got.v[S_dy] + m * hidden, want.v[S_dy] + row * hidden,
+                       sizeof(float) * (size_t)hidden);
             }
             trial_run(&want);
             trial_run(&got);
@@ -163,7 +169,8 @@ static void test_A13_padding(void **state)
                 expect_bits("padding", "dx", got.v[S_dx] + m * hidden, dx, hidden);
             }
             for (int32_t m = 0; m < layer.n; m++)
-                expect_bits("padding", param_name(&layer, m), got.grad[m], want.grad[m], layer.count[m]);
+                expect_bits("padding", param_name(&layer, m), got.grad[m], want.grad[m],
+                            layer.count[m]);
         }
         dr_layer_destroy(layer.layer);
     }
@@ -191,14 +198,16 @@ static void test_A15_later_windows(void **state)
             part.v[S_state_in] = recurrent;
             trial_run(&part);
             expect_close("window", "y", part.v[S_y],
-                         doubles_of(whole.v[S_y] + cuts[i] * layer.c.hidden, part.n[S_y]), part.n[S_y], 1e-5);
+                         doubles_of(whole.v[S_y] + cuts[i] * layer.c.hidden, part.n[S_y]),
+                         part.n[S_y], 1e-5);
             conv = part.v[S_conv_out];
             recurrent = part.v[S_state_out];
         }
-        expect_close("window", "conv_out", conv, doubles_of(whole.v[S_conv_out], part.n[S_conv_out]),
-                     part.n[S_conv_out], 1e-5);
-        expect_close("window", "state_out", recurrent, doubles_of(whole.v[S_state_out], part.n[S_state_out]),
-                     part.n[S_state_out], 1e-5);
+        expect_close("window", "conv_out", conv,
+                     doubles_of(whole.v[S_conv_out], part.n[S_conv_out]), part.n[S_conv_out], 1e-5);
+        expect_close("window", "state_out", recurrent,
+                     doubles_of(whole.v[S_state_out], part.n[S_state_out]), part.n[S_state_out],
+                     1e-5);
         dr_layer_destroy(layer.layer);
     }
 }
@@ -245,7 +254,8 @@ static void test_A16_gradients_of_parameters(void **state)
             }
             size = sqrt(size * (double)layer.count[i]);
             if (!(fabs(got - want) <= 5e-3 * size + 1e-3))
-                fail_msg("%s: %g by differences, %g by the adjoint", param_name(&layer, i), want, got);
+                fail_msg("%s: %g by differences, %g by the adjoint", param_name(&layer, i), want,
+                         got);
             assert_true(size > 0);
         }
         dr_layer_destroy(layer.layer);
@@ -296,7 +306,8 @@ static void test_A36_many_callers(void **state)
             callers[i] = (caller){.t = t, .plan = plan, .y = floats(t.n[S_y], NAN)};
         call_forward(&callers[CALLERS]);
         for (int i = 0; i < CALLERS; i++)
-            assert_int_equal(pthread_create(&callers[i].thread, NULL, call_forward, &callers[i]), 0);
+            assert_int_equal(pthread_create(&callers[i].thread, NULL, call_forward, &callers[i]),
+                             0);
         for (int i = 0; i < CALLERS; i++)
             pthread_join(callers[i].thread, NULL);
         for (int i = 0; i <= CALLERS; i++) {
@@ -398,7 +409,8 @@ static void test_A40_loading_and_shared_weights(void **state)
     for (int b = 0; b < 2; b++) {
         enum { T = 5, HV = 4, V = 6 };
         rng r = {100};
-        float *x = drawn(&r, T * HV * V, 1), *z = drawn(&r, T * HV * V, 1), *dy = drawn(&r, T * HV * V, 1);
+        float *x = drawn(&r, T * HV * V, 1), *z = drawn(&r, T * HV * V, 1),
+              *dy = drawn(&r, T * HV * V, 1);
         float w[V] = {1, 2, 3, 4, 5, 6}, whole[V], part[2][V];
         for (int i = 0; i < 3; i++) { /* all heads, the first half, the second half */
             int from = i == 2 ? HV / 2 : 0, heads = i == 0 ? HV : HV / 2;
@@ -407,7 +419,8 @@ static void test_A40_loading_and_shared_weights(void **state)
             dr_tensor *all[] = {&a.x, &a.gate, &a.dy};
             float *const data[] = {x, z, dy};
             for (int m = 0; m < 3; m++)
-                *all[m] = view_cut(dr_tensor_make(data[m], DR_F32, 3, T, HV, V, 0), 1, from, from + heads);
+                *all[m] = view_cut(dr_tensor_make(data[m], DR_F32, 3, T, HV, V, 0), 1, from,
+                                   from + heads);
             a.weight = dr_tensor_make(w, DR_F32, 1, V, 0, 0, 0);
             a.dweight = dr_tensor_make(i == 0 ? whole : part[i - 1], DR_F32, 1, V, 0, 0, 0);
             MUST(dr_gated_norm_backward(ctx[b], &a));

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_fields_use.c - the second part of test_fields.c: heads and layouts, element types,
+ * test_fields_use.c - the third part of test_fields.c: heads and layouts, element types,
  * offsets and strides, hangs and races, the same bits whoever asks, memory and start-up.
  */
 #include "alloc_watch.h"
@@ -8,7 +8,8 @@
 
 #include <pthread.h>
 
-/* ---- A20 to A22: heads and layouts ------------------------------------------------------------------- */
+/* ---- A20 to A22: heads and layouts
+ * ------------------------------------------------------------------- */
 
 static void test_A20_head_mapping(void **state)
 {
@@ -54,7 +55,9 @@ static void test_A21_sizes_by_value_head(void **state)
                 const char *axis = strchr(slots[sized[m]].letters, 'J');
                 t->shape[axis - slots[sized[m]].letters] = 2; /* as if sized by H */
                 assert_int_equal(dr_forward(r.plan, &io, &r.b.b), DR_ERR_SHAPE);
-                assert_int_equal(strncmp(dr_last_error(), slots[sized[m]].name, strlen(slots[sized[m]].name)), 0);
+                assert_int_equal(
+                    strncmp(dr_last_error(), slots[sized[m]].name, strlen(slots[sized[m]].name)),
+                    0);
                 assert_non_null(strstr(dr_last_error(), ": expected ["));
             }
             rig_untouched(&r);
@@ -86,7 +89,8 @@ static void test_A22_state_layout(void **state)
             put(&x, S_initial_state, S[v_first]);
             result r = trial_run(ctx[b], &x, (how){.form = step ? FORM_STEP : FORM_CALL});
             for (int t = 0; t < 65; t++)
-                assert_true(fabs(r.value[S_o][2 * t] - 3) < 1e-6 && fabs(r.value[S_o][2 * t + 1] - 4) < 1e-6);
+                assert_true(fabs(r.value[S_o][2 * t] - 3) < 1e-6 &&
+                            fabs(r.value[S_o][2 * t + 1] - 4) < 1e-6);
             const double *F = r.value[S_final_state];
             assert_true(fabs(F[v_first ? 1 : 2] - 3) < 1e-6 && fabs(F[3] - 4) < 1e-6);
             if (!step) { /* the same gradients, laid out the same way */
@@ -115,8 +119,8 @@ static void test_A22_state_layout(void **state)
         result whole = trial_run(ctx[REF], &x, h), begun = trial_run(ctx[first], &a, h);
         put(&x, S_initial_state, begun.value[S_final_state]);
         result rest = trial_run(ctx[!first], &c, h);
-        expect_near("resumed elsewhere", rest.value[S_o], whole.value[S_o] + 70 * 2 * 24, rest.count[S_o],
-                    BUDGET);
+        expect_near("resumed elsewhere", rest.value[S_o], whole.value[S_o] + 70 * 2 * 24,
+                    rest.count[S_o], BUDGET);
         expect_near("resumed elsewhere", rest.value[S_final_state], whole.value[S_final_state],
                     rest.count[S_final_state], BUDGET);
         result_free(&whole);
@@ -126,7 +130,8 @@ static void test_A22_state_layout(void **state)
     }
 }
 
-/* ---- A23 to A25: types, offsets, strides ------------------------------------------------------------- */
+/* ---- A23 to A25: types, offsets, strides
+ * ------------------------------------------------------------- */
 
 static void test_A23_silent_casts(void **state)
 {
@@ -153,7 +158,8 @@ static void test_A23_silent_casts(void **state)
     double wide[8] = {0};
     dr_io io = r.io;
     io.v = dr_tensor_make(wide, DR_F64, 4, 1, 4, 1, 2);
-    REFUSED(dr_forward(r.plan, &io, &r.b.b), DR_ERR_SUPPORT, "v: backend cpu does not take dtype f64");
+    REFUSED(dr_forward(r.plan, &io, &r.b.b), DR_ERR_SUPPORT,
+            "v: backend cpu does not take dtype f64");
     rig_untouched(&r);
     rig_free(&r);
     for (int b = 0; b < BACKENDS; b++) { /* fp16 state, bf16 activations */
@@ -169,7 +175,8 @@ static void test_A23_silent_casts(void **state)
         a.final_state = dr_tensor_make(h, DR_F16, 3, 1, 1, 3, 0);
         MUST(dr_conv(ctx[b], &a));
         assert_true(dr_bf16_to_f32(y[0]) == 22 && dr_bf16_to_f32(y[1]) == 42);
-        assert_true(dr_f16_to_f32(h[0]) == 3 && dr_f16_to_f32(h[1]) == 2 && dr_f16_to_f32(h[2]) == 7);
+        assert_true(dr_f16_to_f32(h[0]) == 3 && dr_f16_to_f32(h[1]) == 2 &&
+                    dr_f16_to_f32(h[2]) == 7);
     }
 }
 
@@ -230,7 +237,8 @@ static void test_A24_wide_offsets(void **state)
                         if (want[m] == NULL)
                             continue;
                         double *got = view_read(io_slot(&io, m));
-                        assert_memory_equal(got, want[m], sizeof *got * (size_t)view_count(io_slot(&io, m)));
+                        assert_memory_equal(got, want[m],
+                                            sizeof *got * (size_t)view_count(io_slot(&io, m)));
                         free(got);
                     }
                     munmap(far.map, far.bytes);
@@ -252,7 +260,8 @@ static void test_A25_slices(void **state)
             s.p.batch = B;
             trial x = trial_make(&s), y = x;
             result want = trial_run(ctx[b], &x, (how){0});
-            float *one = malloc(sizeof *one * 4 * T * ROW), *dy = malloc(sizeof *dy * B * T * 3 * H * D);
+            float *one = malloc(sizeof *one * 4 * T * ROW),
+                  *dy = malloc(sizeof *dy * B * T * 3 * H * D);
             assert_true(one != NULL && dy != NULL);
             for (int64_t i = 0; i < 4 * T * ROW; i++)
                 one[i] = NAN;
@@ -280,7 +289,8 @@ static void test_A25_slices(void **state)
         }
 }
 
-/* ---- A33 to A36: hangs, races, the same bits ----------------------------------------------------------- */
+/* ---- A33 to A36: hangs, races, the same bits
+ * ----------------------------------------------------------- */
 
 static void test_A33_long_tail(void **state)
 {
@@ -294,7 +304,8 @@ static void test_A33_long_tail(void **state)
             spec s = {.p = problem_make(variants[code & 1], offsets[64], 1, 1, 8, 8)};
             s.p.offsets = offsets;
             s.p.sequences = 64;
-            s.absent = BIT(chunk_states) | (code & 2 ? BIT(initial_state) : 0) | (code & 4 ? BIT(final_state) : 0);
+            s.absent = BIT(chunk_states) | (code & 2 ? BIT(initial_state) : 0) |
+                       (code & 4 ? BIT(final_state) : 0);
             trial x = trial_make(&s);
             result r = trial_run(ctx[b], &x, (how){0});
             expect_finite(&r);
@@ -329,7 +340,8 @@ static void test_A35_same_row_same_bits(void **state)
     static const int64_t offsets[] = {0, 100};
     for (int b = 0; b < BACKENDS; b++)
         for (size_t i = 0; i < DR_COUNT(variants); i++) {
-            spec s = {.p = problem_make(variants[i], 100, 1, 2, 64, 32), .absent = BIT(chunk_states)};
+            spec s = {.p = problem_make(variants[i], 100, 1, 2, 64, 32),
+                      .absent = BIT(chunk_states)};
             trial x = trial_make(&s);
             fill(&x, S_initial_state, 0);
             trial four = x;
@@ -446,7 +458,8 @@ static void test_A36_many_callers(void **state)
     }
 }
 
-/* ---- A37 to A39: memory, start-up, forms ---------------------------------------------------------------- */
+/* ---- A37 to A39: memory, start-up, forms
+ * ---------------------------------------------------------------- */
 
 static void test_A37_workspace(void **state)
 {
@@ -456,14 +469,16 @@ static void test_A37_workspace(void **state)
         for (size_t i = 0; i < DR_COUNT(variants); i++) {
             int64_t bytes[3], inner = b == REF ? 8 : 4;
             for (int keep = DR_KEEP_FACTORS; keep <= DR_KEEP_STATES; keep++) {
-                dr_problem p = problem_make(variants[i], T, (int32_t)H, (int32_t)HV, (int32_t)D, (int32_t)D);
+                dr_problem p =
+                    problem_make(variants[i], T, (int32_t)H, (int32_t)HV, (int32_t)D, (int32_t)D);
                 p.keep = (dr_keep)keep;
                 dr_plan *plan;
                 MUST(dr_plan_create(ctx[b], &p, &plan));
                 dr_plan_info info = DR_PLAN_INFO_INIT;
                 MUST(dr_plan_describe(plan, &info));
-                size_t scratch = info.forward_scratch > info.backward_scratch ? info.forward_scratch
-                                                                              : info.backward_scratch;
+                size_t scratch = info.forward_scratch > info.backward_scratch
+                                     ? info.forward_scratch
+                                     : info.backward_scratch;
                 bytes[keep] = (int64_t)(info.saved_bytes + scratch);
                 int64_t states = info.chunks * HV * D * D * inner;
                 int64_t per_token = T * (HV * D + H * D) * inner;
@@ -524,7 +539,8 @@ static void test_A39_gate_forms(void **state)
         MUST(dr_gate_activate(ctx[b], &a));
         assert_true(fabs(g[0] + 0.69314718) < 1e-6);
         a.gate = DR_GATE_LOWER_BOUND;
-        REFUSED(dr_gate_activate(ctx[b], &a), DR_ERR_ARG, "lower_bound: must be finite and below 0, got 0");
+        REFUSED(dr_gate_activate(ctx[b], &a), DR_ERR_ARG,
+                "lower_bound: must be finite and below 0, got 0");
         a.lower_bound = -5;
         MUST(dr_gate_activate(ctx[b], &a));
         assert_true(g[0] == -2.5);
@@ -534,7 +550,8 @@ static void test_A39_gate_forms(void **state)
         n.x = n.gate = n.y = f32(x, 1, 1, 0, 0, 0);
         n.weight = f32(zero, 1, 1, 0, 0, 0);
         REFUSED(dr_gated_norm(ctx[b], &n), DR_ERR_ARG, "activation: must be DR_ACT_SILU (1) or");
-        for (int gate = DR_GATE_SOFTPLUS; gate <= DR_GATE_LOWER_BOUND; gate++) { /* fused, the same */
+        for (int gate = DR_GATE_SOFTPLUS; gate <= DR_GATE_LOWER_BOUND;
+             gate++) { /* fused, the same */
             spec s = tiny(DR_KDA, 1, 1, 1);
             s.absent = 0;
             s.p.gate = (dr_gate)gate;
@@ -545,7 +562,8 @@ static void test_A39_gate_forms(void **state)
                 fill(&t, zeroed[i], 0);
             fill(&t, S_initial_state, 1);
             result r = trial_run(ctx[b], &t, (how){0});
-            assert_true(fabs(r.value[S_final_state][0] - exp(gate == DR_GATE_SOFTPLUS ? -log(2) : -2.5)) < 1e-6);
+            assert_true(fabs(r.value[S_final_state][0] -
+                             exp(gate == DR_GATE_SOFTPLUS ? -log(2) : -2.5)) < 1e-6);
             result_free(&r);
             trial_free(&t);
         }

@@ -2,7 +2,7 @@
 /*
  * test_ops.c - the row operations of backend cpu: against backend ref over widths, dilations,
  * element types, strides, packed sequences and states; by hand where a value is known; past
- * 2^31 elements; and from many threads at once. Refused arguments: test_ops_args.c.
+ * 2^31 elements; and from many threads at once. Refused arguments: test_arguments.c.
  */
 #include "ops_trial.h"
 
@@ -567,6 +567,41 @@ static void test_matmul(void **state)
     }
 }
 
+/* What CBLAS cannot take is refused by name. */
+static void test_matmul_refuses(void **state)
+{
+    (void)state;
+    float data[64] = {0};
+    uint16_t half[16] = {0};
+    dr_matmul_args a = DR_MATMUL_ARGS_INIT;
+    a.a = f32(data, 2, 4, 4, 0);
+    a.b = f32(data + 16, 2, 4, 4, 0);
+    a.out = f32(data + 32, 2, 4, 4, 0);
+    MUST(dr_matmul(cpu[0], &a));
+    dr_tensor *all[] = {&a.a, &a.b, &a.out};
+    static const char *const names[] = {"a", "b", "out"};
+    for (int i = 0; i < 3; i++) {
+        const dr_tensor good = *all[i];
+        char text[96];
+        *all[i] = dr_tensor_make(half, DR_BF16, 2, 4, 4, 0, 0);
+        snprintf(text, sizeof text, "%s: the cpu backend multiplies f32 matrices, got bf16", names[i]);
+        REFUSED(dr_matmul(cpu[0], &a), DR_ERR_SUPPORT, text);
+        *all[i] = good;
+        all[i]->shape[0] = all[i]->shape[1] = 4;
+        all[i]->stride[0] = 8;
+        all[i]->stride[1] = 2;
+        snprintf(text, sizeof text, "%s: the cpu backend needs stride 1 on one axis", names[i]);
+        REFUSED(dr_matmul(cpu[0], &a), DR_ERR_SUPPORT, text);
+        all[i]->stride[0] = INT64_C(1) << 33;
+        all[i]->stride[1] = 1;
+        snprintf(text, sizeof text, "%s: the cpu backend takes strides up to", names[i]);
+        REFUSED(dr_matmul(cpu[0], &a), DR_ERR_SUPPORT, text);
+        *all[i] = good;
+    }
+    a.a.stride[0] = 2; /* rows that overlap */
+    REFUSED(dr_matmul(cpu[0], &a), DR_ERR_SUPPORT, "a: the cpu backend needs stride 1");
+}
+
 /* ---- far apart, and all at once ------------------------------------------------------ */
 
 /* A sparse mapping: element `far` is past 2^31, only two pages of it exist. */
@@ -688,7 +723,8 @@ int main(void)
         cmocka_unit_test(test_gate),           cmocka_unit_test(test_gate_tails),
         cmocka_unit_test(test_beta),           cmocka_unit_test(test_l2norm),
         cmocka_unit_test(test_norm),           cmocka_unit_test(test_matmul),
-        cmocka_unit_test(test_far_offsets),    cmocka_unit_test(test_many_callers),
+        cmocka_unit_test(test_matmul_refuses), cmocka_unit_test(test_far_offsets),
+        cmocka_unit_test(test_many_callers),
     };
     return cmocka_run_group_tests(tests, contexts_open, contexts_close);
 }

@@ -77,29 +77,22 @@ static void records_free(records *all)
         free(all->r[i].values);
 }
 
-/* ---- golden files ----------------------------------------------------------------------------- */
+/* ---- golden files -----------------------------------------------------------------------------
+ */
 
 /* What the file calls the tensors of dr_io. */
 static const struct pair {
     int slot;
     const char *name;
 } pairs[] = {
-    {S_q, "q"},
-    {S_k, "k"},
-    {S_v, "v"},
-    {S_g, "g"},
-    {S_beta, "beta"},
-    {S_initial_state, "h0"},
-    {S_o, "o"},
-    {S_final_state, "ht"},
-    {S_d_o, "do"},
-    {S_d_final_state, "dht"},
-    {S_dq, "dq"},
-    {S_dk, "dk"},
-    {S_dv, "dv"},
-    {S_dg, "dg"},
-    {S_dbeta, "dbeta"},
-    {S_d_initial_state, "dh0"},
+    {S_q, "q"},         {S_k, "k"},
+    {S_v, "v"},         {S_g, "g"},
+    {S_beta, "beta"},   {S_initial_state, "h0"},
+    {S_o, "o"},         {S_final_state, "ht"},
+    {S_d_o, "do"},      {S_d_final_state, "dht"},
+    {S_dq, "dq"},       {S_dk, "dk"},
+    {S_dv, "dv"},       {S_dg, "dg"},
+    {S_dbeta, "dbeta"}, {S_d_initial_state, "dh0"},
 };
 
 /* The problem of a file, in this element type, with its inputs. */
@@ -135,8 +128,8 @@ static trial trial_of(const records *all, dr_dtype dtype, dr_keep keep, int64_t 
 static double worst; /* of the f32 results */
 
 /* base: see compare. */
-static void expect_record_to(const char *file, const records *all, const char *name, const double *got,
-                             int64_t count, dr_dtype dtype, double base)
+static void expect_record_to(const char *file, const records *all, const char *name,
+                             const double *got, int64_t count, dr_dtype dtype, double base)
 {
     const record *want = record_find(all, name);
     assert_non_null(want);
@@ -160,7 +153,8 @@ static void check_maps(const char *file, const records *all, const dr_context *c
     int32_t K = x->p.key_dim, V = x->p.value_dim, HV = x->p.value_heads;
     int64_t map = (int64_t)(V + K) * K;
     float *maps = malloc(sizeof *maps * (size_t)(HV * map));
-    double *S = malloc(sizeof *S * (size_t)(HV * K * V)), *M = malloc(sizeof *M * (size_t)(HV * K * K));
+    double *S = malloc(sizeof *S * (size_t)(HV * K * V)),
+           *M = malloc(sizeof *M * (size_t)(HV * K * K));
     assert_true(maps != NULL && S != NULL && M != NULL);
     dr_plan *plan;
     dr_buffers b;
@@ -179,7 +173,8 @@ static void check_maps(const char *file, const records *all, const dr_context *c
                 for (int32_t v = 0; v < V; v++)
                     S[(j * K + k) * V + v] = maps[j * map + v * K + k];
                 for (int32_t i = 0; i < K; i++)
-                    M[(j * K + k) * K + i] = maps[j * map + (V + (dir > 0 ? i : k)) * K + (dir > 0 ? k : i)];
+                    M[(j * K + k) * K + i] =
+                        maps[j * map + (V + (dir > 0 ? i : k)) * K + (dir > 0 ? k : i)];
             }
         expect_record(file, all, dir > 0 ? "S" : "G", S, (int64_t)HV * K * V, DR_F32);
         /* of a few channels 37 tokens leave a small remainder: judged by what they start from */
@@ -205,7 +200,8 @@ static void check_golden(const char *file, const char *backend, dr_dtype dtype)
         result r = trial_run(ctx, &x, h);
         for (size_t i = 0; i < DR_COUNT(pairs); i++)
             if (r.value[pairs[i].slot] != NULL)
-                expect_record(file, &all, pairs[i].name, r.value[pairs[i].slot], r.count[pairs[i].slot], dtype);
+                expect_record(file, &all, pairs[i].name, r.value[pairs[i].slot],
+                              r.count[pairs[i].slot], dtype);
         result_free(&r);
         if (x.io.initial_state.data != NULL) {
             h = (how){.form = FORM_STEP};
@@ -235,7 +231,8 @@ static void test_golden(void **state)
     print_message("worst relative L2 error in f32: %.2g\n", worst);
 }
 
-/* ---- fresh vectors, through the command ---------------------------------------------------------- */
+/* ---- fresh vectors, through the command
+ * ---------------------------------------------------------- */
 
 #define PYTHON "/usr/bin/python3"
 #define COMMAND DR_TEST_BINARY_DIR "/deltarule"
@@ -307,7 +304,8 @@ static void make_fresh(const char *folder)
     for (size_t i = 0; i < DR_COUNT(fresh); i++)
         fprintf(f, "%s --float32-inputs -o %s/%zu.bin\n", fresh[i].vectors, folder, i);
     assert_int_equal(fclose(f), 0);
-    snprintf(command, sizeof command, PYTHON " '%s/delta_rule_oracle.py' batch %s", DR_TEST_SOURCE_DIR, path);
+    snprintf(command, sizeof command, PYTHON " '%s/delta_rule_oracle.py' batch %s",
+             DR_TEST_SOURCE_DIR, path);
     if (shell(command) != 0)
         fail_msg("the oracle fails: %s", command);
 }
@@ -331,8 +329,9 @@ static void test_fresh_vectors(void **state)
         for (size_t b = 0; b < DR_COUNT(backends); b++) {
             bool wide = strcmp(backends[b], "ref") == 0 && fresh[i].verify[0] == 0;
             const char *type = wide ? "--dtype f64" : "";
-            snprintf(command, sizeof command, COMMAND " verify --backend %s %s %s %s/%zu.bin >%s/log 2>&1",
-                     backends[b], type, fresh[i].verify, folder, i, folder);
+            snprintf(command, sizeof command,
+                     COMMAND " verify --backend %s %s %s %s/%zu.bin >%s/log 2>&1", backends[b],
+                     type, fresh[i].verify, folder, i, folder);
             if (shell(command) == 0)
                 continue;
             failed++;

@@ -30,14 +30,14 @@ static dr_problem good(void)
 }
 
 /* The problem with one change is refused, and nothing is handed out. */
-#define BAD(change, status, text)                                            \
-    do {                                                                     \
-        dr_problem p = good(), out;                                          \
-        memset(&out, 0x5a, sizeof out);                                      \
-        change;                                                              \
-        REFUSED(dr_problem_complete(&p, &out), status, text);                \
-        for (size_t i = 0; i < sizeof out; i++)                              \
-            assert_int_equal(((unsigned char *)&out)[i], 0x5a);              \
+#define BAD(change, status, text)                               \
+    do {                                                        \
+        dr_problem p = good(), out;                             \
+        memset(&out, 0x5a, sizeof out);                         \
+        change;                                                 \
+        REFUSED(dr_problem_complete(&p, &out), status, text);   \
+        for (size_t i = 0; i < sizeof out; i++)                 \
+            assert_int_equal(((unsigned char *)&out)[i], 0x5a); \
     } while (0)
 
 static void test_refused_enumerations(void **state)
@@ -48,7 +48,8 @@ static void test_refused_enumerations(void **state)
     BAD(p.variant = (dr_variant)0, DR_ERR_ARG, "variant: must be DR_GDN (1) or DR_KDA (2), got 0");
     BAD(p.variant = (dr_variant)3, DR_ERR_ARG, "got 3");
     BAD(p.gate = (dr_gate)0, DR_ERR_ARG,
-        "gate: must be one of DR_GATE_NONE .. DR_GATE_LOWER_BOUND (1 to 5; there is no default), got 0");
+        "gate: must be one of DR_GATE_NONE .. DR_GATE_LOWER_BOUND (1 to 5; there is no default), "
+        "got 0");
     BAD(p.gate = (dr_gate)6, DR_ERR_ARG, "got 6");
     BAD(p.beta = (dr_beta)0, DR_ERR_ARG,
         "beta: must be DR_BETA_VALUE (1) or DR_BETA_LOGIT (2; there is no default), got 0");
@@ -87,11 +88,14 @@ static void test_refused_numbers(void **state)
         "lower_bound: must be finite and below 0, got 0");
     BAD((p.gate = DR_GATE_LOWER_BOUND, p.lower_bound = 5), DR_ERR_ARG, "got 5");
     BAD((p.gate = DR_GATE_LOWER_BOUND, p.lower_bound = -INFINITY), DR_ERR_ARG, "got -inf");
-    BAD((p.gate = DR_GATE_LOWER_BOUND, p.lower_bound = NAN), DR_ERR_ARG, "lower_bound: must be finite");
+    BAD((p.gate = DR_GATE_LOWER_BOUND, p.lower_bound = NAN), DR_ERR_ARG,
+        "lower_bound: must be finite");
     BAD(p.lower_bound = -5, DR_ERR_ARG,
         "lower_bound: must be 0 unless gate is DR_GATE_LOWER_BOUND, got -5");
-    BAD(p.beta_scale = 2, DR_ERR_ARG, "beta_scale: must be 0 or 1 unless beta is DR_BETA_LOGIT, got 2");
-    BAD((p.beta = DR_BETA_LOGIT, p.beta_scale = 1.5), DR_ERR_ARG, "beta_scale: must be 1 or 2, got 1.5");
+    BAD(p.beta_scale = 2, DR_ERR_ARG,
+        "beta_scale: must be 0 or 1 unless beta is DR_BETA_LOGIT, got 2");
+    BAD((p.beta = DR_BETA_LOGIT, p.beta_scale = 1.5), DR_ERR_ARG,
+        "beta_scale: must be 1 or 2, got 1.5");
     BAD((p.beta = DR_BETA_LOGIT, p.beta_scale = NAN), DR_ERR_ARG, "beta_scale: must be 1 or 2");
     BAD(p.l2norm_eps = -1e-6, DR_ERR_ARG, "l2norm_eps: must be finite and above 0, got -1e-06");
     BAD(p.l2norm_eps = INFINITY, DR_ERR_ARG, "l2norm_eps: must be finite");
@@ -143,7 +147,8 @@ static void test_defaults(void **state)
     assert_true(out.scale == -3 && out.l2norm_eps == 0.5 && out.beta_scale == 2 && out.chunk == 7);
     assert_ptr_equal(out.offsets, two_documents);
     assert_string_equal(dr_variant_find(DR_KDA)->name, "kda");
-    assert_true(dr_variant_find(DR_KDA)->gate_per_channel && !dr_variant_find(DR_GDN)->gate_per_channel);
+    assert_true(dr_variant_find(DR_KDA)->gate_per_channel &&
+                !dr_variant_find(DR_GDN)->gate_per_channel);
     assert_null(dr_variant_find((dr_variant)9));
 }
 

@@ -46,7 +46,7 @@ enum {
 #define SLOT_ENUM(name, role, letters) S_##name,
     SLOT_LIST(SLOT_ENUM)
 #undef SLOT_ENUM
-    SLOTS
+        SLOTS
 };
 
 typedef struct slot {
@@ -64,7 +64,10 @@ static const slot slots[SLOTS] = {
 
 #define BIT(slot) (1u << S_##slot)
 
-static inline dr_tensor *io_slot(dr_io *io, int i) { return (dr_tensor *)((char *)io + slots[i].at); }
+static inline dr_tensor *io_slot(dr_io *io, int i)
+{
+    return (dr_tensor *)((char *)io + slots[i].at);
+}
 
 /* How strongly states fade, and other shapes of the data. */
 typedef enum decay {
@@ -102,8 +105,8 @@ typedef enum form { FORM_CALL = 0, FORM_STAGED, FORM_STEP } form;
 typedef struct how {
     form form;
     bool forward_only;
-    bool clean;      /* zeroed workspace instead of a poisoned one */
-    dr_dtype out;    /* of every output; 0: as the inputs */
+    bool clean;        /* zeroed workspace instead of a poisoned one */
+    dr_dtype out;      /* of every output; 0: as the inputs */
     uint32_t unwanted; /* bits of output slots left out */
 } how;
 
@@ -114,8 +117,8 @@ typedef struct result {
     int32_t chunk;
 } result;
 
-static inline dr_problem problem_make(dr_variant variant, int64_t T, int32_t H, int32_t HV, int32_t K,
-                                      int32_t V)
+static inline dr_problem problem_make(dr_variant variant, int64_t T, int32_t H, int32_t HV,
+                                      int32_t K, int32_t V)
 {
     dr_problem p = DR_PROBLEM_INIT;
     p.variant = variant;
@@ -184,13 +187,20 @@ static inline double draw_decay(rng *r, decay fade, int64_t i)
 {
     static const decay any[] = {DECAY_MILD, DECAY_WEAK, DECAY_STRONG, DECAY_CRUSH, DECAY_ZERO};
     switch (fade) {
-    case DECAY_MILD: return -fabs(0.3 * rng_normal(r));
-    case DECAY_WEAK: return -2e-4 * rng_uniform(r, 0, 1);
-    case DECAY_STRONG: return -20;
-    case DECAY_CRUSH: return -1000;
-    case DECAY_ALTERNATE: return i % 2 ? -1000 : 0;
-    case DECAY_MIXED: return draw_decay(r, RNG_PICK(r, any), i);
-    case DECAY_ZERO: return 0;
+    case DECAY_MILD:
+        return -fabs(0.3 * rng_normal(r));
+    case DECAY_WEAK:
+        return -2e-4 * rng_uniform(r, 0, 1);
+    case DECAY_STRONG:
+        return -20;
+    case DECAY_CRUSH:
+        return -1000;
+    case DECAY_ALTERNATE:
+        return i % 2 ? -1000 : 0;
+    case DECAY_MIXED:
+        return draw_decay(r, RNG_PICK(r, any), i);
+    case DECAY_ZERO:
+        return 0;
     }
     return 0;
 }
@@ -319,8 +329,8 @@ static inline result trial_run(const dr_context *ctx, trial *x, how h)
     MUST(dr_plan_create(ctx, &x->p, &plan));
     dr_plan_info info = DR_PLAN_INFO_INIT;
     MUST(dr_plan_describe(plan, &info));
-    size_t scratch = h.form == FORM_STAGED  ? info.staged_scratch
-                     : h.form == FORM_STEP  ? info.forward_scratch
+    size_t scratch = h.form == FORM_STAGED                          ? info.staged_scratch
+                     : h.form == FORM_STEP                          ? info.forward_scratch
                      : info.forward_scratch > info.backward_scratch ? info.forward_scratch
                                                                     : info.backward_scratch;
     fenced_buffers b = buffers_make(info.saved_bytes, scratch, h.clean ? 0 : UNWRITTEN);
@@ -367,15 +377,16 @@ static inline void result_free(result *r)
 static inline const char *spec_text(const spec *s, char *text, size_t size)
 {
     const dr_problem *p = &s->p;
-    snprintf(text, size,
-             "%s B%lld T%lld H%d HV%d K%d V%d N%lld gate%d beta%d/%g l2norm%d tiled%d vfirst%d chunk%d "
-             "keep%d %s/%s/%s layout%d decay%d keys%d wide%d absent%x seed%llu",
-             p->variant == DR_KDA ? "kda" : "gdn", (long long)p->batch, (long long)p->tokens, p->heads,
-             p->value_heads, p->key_dim, p->value_dim, (long long)p->sequences, (int)p->gate,
-             (int)p->beta, p->beta_scale, p->l2norm, (int)p->head_map, p->state_v_first, p->chunk,
-             (int)p->keep, dr_dtype_name(slot_dtype(s, S_q)), dr_dtype_name(slot_dtype(s, S_g)),
-             dr_dtype_name(slot_dtype(s, S_initial_state)), (int)s->layout, (int)s->decay,
-             s->repeated_keys, s->wide_beta, (unsigned)s->absent, (unsigned long long)s->seed);
+    snprintf(
+        text, size,
+        "%s B%lld T%lld H%d HV%d K%d V%d N%lld gate%d beta%d/%g l2norm%d tiled%d vfirst%d chunk%d "
+        "keep%d %s/%s/%s layout%d decay%d keys%d wide%d absent%x seed%llu",
+        p->variant == DR_KDA ? "kda" : "gdn", (long long)p->batch, (long long)p->tokens, p->heads,
+        p->value_heads, p->key_dim, p->value_dim, (long long)p->sequences, (int)p->gate,
+        (int)p->beta, p->beta_scale, p->l2norm, (int)p->head_map, p->state_v_first, p->chunk,
+        (int)p->keep, dr_dtype_name(slot_dtype(s, S_q)), dr_dtype_name(slot_dtype(s, S_g)),
+        dr_dtype_name(slot_dtype(s, S_initial_state)), (int)s->layout, (int)s->decay,
+        s->repeated_keys, s->wide_beta, (unsigned)s->absent, (unsigned long long)s->seed);
     return text;
 }
 
@@ -402,10 +413,11 @@ static inline void expect_close(const char *what, const result *got, const resul
         double base = sums ? norm_of(want->value[S_dg], want->count[S_dg]) *
                                  sqrt((double)want->count[S_dg] / (double)want->count[i])
                            : 0;
-        difference d = compare(got->value[i], want->value[i], got->count[i], got->dtype[i], budget,
-                               base);
+        difference d =
+            compare(got->value[i], want->value[i], got->count[i], got->dtype[i], budget, base);
         if (!d.allowed)
-            fail_msg("%s: %s: relative L2 error %.3g, largest %.3g", what, slots[i].name, d.l2, d.max);
+            fail_msg("%s: %s: relative L2 error %.3g, largest %.3g", what, slots[i].name, d.l2,
+                     d.max);
         if (table != NULL) {
             table->worst[i][got->dtype[i]] = fmax(table->worst[i][got->dtype[i]], d.l2);
             table->compared++;
@@ -414,7 +426,8 @@ static inline void expect_close(const char *what, const result *got, const resul
 }
 
 /* The same bits; skip: slots that need not agree. */
-static inline void expect_same(const char *what, const result *got, const result *want, uint32_t skip)
+static inline void expect_same(const char *what, const result *got, const result *want,
+                               uint32_t skip)
 {
     for (int i = 0; i < SLOTS; i++) {
         if (got->value[i] == NULL || want->value[i] == NULL || (skip & 1u << i))

@@ -12,6 +12,7 @@
  * Letters: cpu_chunk.h. A unit is a value head of the window, counted key head by key head.
  */
 #include "cpu/cpu_chunk.h"
+#include "base/half.h"
 
 enum { RUN = 8, MAP_RUN = 4, CUT_COLS = 32 };
 
@@ -222,10 +223,10 @@ static void add_stream(dr_kern_ahead *a, const dr_tensor *t, const dr_cpu_span *
     if (t->data == NULL || (t->stride[3] != 1 && n1 - n0 > 1))
         return;
     const int64_t size = (int64_t)dr_dtype_size(t->dtype);
-    const char *at = (const char *)t->data +
-                     (s->batch * t->stride[0] + s->t0 * t->stride[1] + head * t->stride[2] + n0) * size;
-    dr_kern_stream x = {at, t->stride[1] * size, s->c, (int32_t)dr_ceil_div((n1 - n0) * size, 64), 0,
-                        0};
+    dr_kern_stream x = {.at = dr_at(t, s->batch, s->t0, head, n0),
+                        .stride = t->stride[1] * size,
+                        .rows = s->c,
+                        .lines = (int32_t)dr_ceil_div((n1 - n0) * size, 64)};
     x.step = (int32_t)dr_ceil_div((int64_t)x.rows * x.lines, dr_max(1, tiles));
     a->s[a->n++] = x;
 }
@@ -296,8 +297,9 @@ static float *state_slot(const forward *f, int64_t index, int32_t j, float *own)
 static void keep_panels(const forward *f, const part *x, const float *S, float *to)
 {
     const int64_t panel = f->d.K4 * f->d.NR;
-    if (to != NULL && to != S)
-        memcpy(to + x->p0 * panel, S + x->p0 * panel, (size_t)((x->p1 - x->p0) * panel) * sizeof *S);
+    const size_t bytes = (size_t)((x->p1 - x->p0) * panel) * sizeof *S;
+    if (to != S)
+        memcpy(to + x->p0 * panel, S + x->p0 * panel, bytes);
 }
 
 /* The slot of a piece in the states of io. */

@@ -58,7 +58,8 @@ typedef struct dr_cpu_keys {
 /* One value head of a chunk. For GDN some arrays do not exist (NULL), for KDA others. */
 typedef struct dr_cpu_head {
     dr_kern_chunk at; /* for the stages; rows set by the load */
-    float *L, *P;     /* square: L_ij = b_i k_i E_ij k_j (i > j), P_ij = scale q_i E_ij k_j (i >= j) */
+    float *L, *P;     /* square: L_ij = b_i k_i E_ij k_j (i > j),
+                         P_ij = scale q_i E_ij k_j (i >= j) */
     float *g;         /* ln decay, finite: GDN [C], KDA rows; 0 in padding rows */
     float *b;         /* [C] beta; 0 in padding rows */
     float *dec;       /* [ldk] exp(G_c) of every channel */

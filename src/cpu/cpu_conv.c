@@ -378,6 +378,16 @@ static bool finals_left(const conv *c)
 
 /* ---- adjoint ----------------------------------------------------------------------- */
 
+/* Brings the row of a token that will be written soon into the cache. */
+static void fetch_row(const bench *s, const dr_tensor *to, int64_t t)
+{
+    if (to->data == NULL || to->stride[2] != 1)
+        return;
+    const char *row = token_view(s, to, t).data;
+    for (int64_t at = 0; at < s->n * (int64_t)dr_dtype_size(to->dtype); at += 64)
+        __builtin_prefetch(row + at, 0, 2);
+}
+
 /* Gradients of the preactivation at tokens t, t + step, ..; zero outside the piece. Tiles come
  * in falling order, so that what one needs past its end is what the last one began with. */
 static void preactivation_grads(bench *s, int64_t t, int64_t count, soon next)
@@ -398,9 +408,11 @@ static void preactivation_grads(bench *s, int64_t t, int64_t count, soon next)
         dr_cpu_tile fresh = {s->d + old * s->ld, s->ld};
         dr_cpu_view_load(c->kern, &v, new - old, s->n, s->dy, s->ld);
         output_rows(s, t + old * c->step, new - old, false, fresh, next);
-        for (int64_t i = 0; i < new - old; i++)
+        for (int64_t i = 0; i < new - old; i++) {
+            fetch_row(s, &c->a->dx, t + (old + i) * c->step);
             c->kern->silu_grad((int)s->n, fresh.at + i * s->ld, s->dy + i * s->ld,
                                fresh.at + i * s->ld);
+        }
     } else {
         dr_cpu_view_load(c->kern, &v, new - old, s->n, s->d + old * s->ld, s->ld);
     }

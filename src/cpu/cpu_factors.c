@@ -44,7 +44,7 @@ void dr_cpu_keys_carve(dr_arena *a, const dr_cpu_dims *d, dr_cpu_keys *out)
 typedef struct kda_tmp {
     float *kp, *qp, *kd, *eg, *work; /* [16][ldk], see dr_kern_block */
     float *kdt;                      /* kd as tokens */
-    float *kst;                      /* tokens of all blocks: k decayed to where a later block begins */
+    float *kst;                      /* tokens of all blocks: k decayed to the entry of a later */
     float *sum, *a, *z;              /* [C/16][ldk] ln decay of a block; decay before, after it */
     float *over;                     /* [ldk] decay over a block */
 } kda_tmp;
@@ -119,7 +119,8 @@ static void load_normalised(const dr_pass *p, const dr_cpu_dims *d, const dr_cpu
 }
 
 /* out = x y^T on and below the diagonal blocks; y as blocks of transposed tokens. */
-static void all_pairs(const dr_cpu_dims *d, int32_t rows, const float *x, const float *yt, float *out)
+static void all_pairs(const dr_cpu_dims *d, int32_t rows, const float *x, const float *yt,
+                      float *out)
 {
     for (int64_t j = 0; j < rows; j += DR_CPU_BLOCK)
         d->kern->pair(rows - (int)j, (int)d->K4, x + j * d->ldk, (int)d->ldk, yt + j * d->K4,
@@ -219,6 +220,10 @@ static void load_gates(const dr_pass *p, const dr_cpu_dims *d, const dr_cpu_span
         return;
     }
     dr_cpu_load_rows(d, t, s, j, width, 1, g, ld);
+    if (q->gate == DR_GATE_LOG) { /* padding stays 0: all rows at once */
+        activate(p, d->kern, (int)(s->c * ld), ea, NULL, g, d_g, d_a);
+        return;
+    }
     for (int64_t i = 0; i < s->c; i++)
         activate(p, d->kern, width, ea, head->bias, g + i * ld, grads ? d_g + i * ld : NULL,
                  grads ? d_a + i * ld : NULL);

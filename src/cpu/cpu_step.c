@@ -91,10 +91,9 @@ static void load_decay(const step *s, block *x, int32_t j, const gate *params)
                               params->bias, d, d);
         if (s->raw || p->gate == DR_GATE_LOG)
             s->kern->vexp(n, d, d);
-        if (p->gate == DR_GATE_NONE)
-            d[0] = 1;
-        for (int32_t c = p->gate == DR_GATE_NONE ? 1 : n; c < s->K; c++)
-            d[c] = d[0];
+        const float all = p->gate == DR_GATE_NONE ? 1 : d[0];
+        for (int32_t c = p->gate == DR_GATE_NONE ? 0 : n; c < s->K; c++)
+            d[c] = all;
     }
 }
 
@@ -117,8 +116,10 @@ static void load_block(const step *s, block *x, int32_t j, const gate *params)
             normalise(s, x->q[i], p->scale);
         else
             memset(x->q[i], 0, (size_t)s->K * sizeof(float));
+        const float *d = x->d[i], *k = x->k[i];
+        float *restrict dk = x->dk[i];
         for (int32_t c = 0; c < s->K; c++)
-            x->dk[i][c] = x->d[i][c] * x->k[i][c];
+            dk[c] = d[c] * k[c];
     }
 }
 
@@ -164,9 +165,9 @@ static void step_strip(const step *s, const block *x, int32_t j, int64_t c, int6
     }
 }
 
-/* The state where it lies. next: the state that this lane is likely to want next. */
+/* The state where it lies. next: what this lane is likely to want next, K floats a column. */
 static void in_place(const step *s, const dr_piece *piece, block *x, int32_t j, const gate *params,
-                     dr_cpu_view from, dr_cpu_view to, dr_cpu_view next)
+                     dr_cpu_view from, dr_cpu_view to, const float *next)
 {
     const bool rows = s->rows;
     for (x->t0 = piece->begin; x->t0 < piece->end; x->t0 += BLOCK) {
@@ -175,12 +176,12 @@ static void in_place(const step *s, const dr_piece *piece, block *x, int32_t j, 
         for (int64_t c = s->p->col0; c < s->p->col1; c += STRIP) {
             const float *in = (const float *)dr_cpu_view_at(from, 0, c).data;
             float *out = (float *)dr_cpu_view_at(to, 0, c).data;
-            const float *ahead = (const float *)dr_cpu_view_at(next, 0, c).data;
+            const float *ahead = next != NULL ? next + (c - s->p->col0) * s->K : NULL;
             step_strip(s, x, j, c, dr_min(STRIP, s->p->col1 - c), in, rows ? from.col : from.row, out,
                        rows ? to.col : to.row, rows, ahead);
         }
         from = to;
-        next.data = NULL;
+        next = NULL;
     }
 }
 
@@ -208,26 +209,34 @@ static void by_strips(const step *s, const dr_piece *piece, block *x, int32_t j,
     }
 }
 
+/* The state of a task's head, if there is one and it is one block of memory. */
+static const float *next_state(const step *s, int64_t task)
+{
+    const dr_tensor *t = &s->p->io->initial_state;
+    if (task >= s->p->plan->n_pieces * s->heads ||
+        (s->cols ? t->stride[2] != s->V : t->stride[3] != s->K))
+        return NULL;
+    dr_cpu_view v = state_of(s, t, task / s->heads, s->p->head0 + (int32_t)(task % s->heads));
+    return (const float *)dr_cpu_view_at(v, 0, s->p->col0).data;
+}
+
 static void step_task(void *arg, int64_t task, int32_t lane)
 {
     (void)lane;
     const step *s = arg;
     const dr_io *io = s->p->io;
-    int64_t n = task / s->heads, after = task + s->lanes;
+    int64_t n = task / s->heads;
     int32_t j = s->p->head0 + (int32_t)(task % s->heads);
     const dr_piece *piece = &s->p->plan->pieces[n];
     dr_cpu_view from = state_of(s, &io->initial_state, n, j);
-    dr_cpu_view to = state_of(s, &io->final_state, n, j), next = {0};
+    dr_cpu_view to = state_of(s, &io->final_state, n, j);
     block x;
     gate params;
     x.b = piece->batch;
     if (s->raw)
         load_gate(s, j, &params);
     if ((s->rows || s->cols) && from.data != NULL && piece->end > piece->begin) {
-        if (after < s->p->plan->n_pieces * s->heads)
-            next = state_of(s, &io->initial_state, after / s->heads,
-                            s->p->head0 + (int32_t)(after % s->heads));
-        in_place(s, piece, &x, j, &params, from, to, next);
+        in_place(s, piece, &x, j, &params, from, to, next_state(s, task + s->lanes));
     } else {
         by_strips(s, piece, &x, j, &params, from, to);
     }

@@ -18,9 +18,9 @@
  * A chunk of c tokens has c rounded up to 4 rows; rows from c up to c rounded up to 16 are
  * zero, as are their beta and ln decay: a zero row is the neutral token.
  *
- * Kernels return void or a number and cannot fail. Pointers are 64-byte aligned unless the contract says
- * "any"; counts may be 0. NaN and Inf spread as IEEE has it: selection is by index, never
- * by multiplying with 0.
+ * Kernels return void or a number and cannot fail. Pointers are 64-byte aligned unless the
+ * contract says "any"; counts may be 0. NaN and Inf spread as IEEE has it: selection is by
+ * index, never by multiplying with 0.
  */
 #ifndef DR_KERN_H
 #define DR_KERN_H
@@ -70,9 +70,9 @@ typedef struct dr_kern_ahead {
     dr_kern_stream s[4];
 } dr_kern_ahead;
 
-/* Up to this many nats a decay may be a product of exp(G_i) and exp(-G_j): the rounding of such
- * a G is below 2e-6, and neither factor leaves the range. */
-#define DR_KERN_SPAN 32.0f
+/* Up to this many nats a decay may be a product of exp(G_i) and exp(-G_j): the rounding of such a
+ * G, which a weak gate after a strong one suffers, is below 5e-7. */
+#define DR_KERN_SPAN 16.0f
 
 /* X(return type, name, arguments) */
 #define DR_KERN_LIST(X)                                                                            \
@@ -118,8 +118,8 @@ typedef struct dr_kern_ahead {
      * kk NULL: only gam and lam. Returns exp(G_c). */                                             \
     X(float, gdn_pairs, (int rows, int ldc, const float *g, const float *b, const float *kk,       \
                          const float *qk, float *gam, float *lam, float *L, float *P, float *e))   \
-    /* Gates per channel, one block of 16 rows, n channels (multiple of 16): G_i = g_0 + .. + g_i,  \
-     * rows, and sum = G_15. True when no G exceeds DR_KERN_SPAN nats in size. */                  \
+    /* Gates per channel, one block of 16 rows, n channels (multiple of 16): rows G_i = g_0 + .. + \
+     * g_i, and sum = G_15. True when no G exceeds DR_KERN_SPAN nats in size. */                   \
     X(bool, kda_sums, (int n, int ldk, const float *g, float *G, float *sum))                      \
     /* The rows of such a block, see dr_kern_block. */                                             \
     X(void, kda_rows, (const dr_kern_block *b))                                                    \

@@ -22,21 +22,17 @@ V_CALL v_f v_load(const float *p) { return _mm256_load_ps(p); }
 V_CALL v_f v_loadu(const float *p) { return _mm256_loadu_ps(p); }
 V_CALL void v_store(float *p, v_f x) { _mm256_store_ps(p, x); }
 V_CALL void v_storeu(float *p, v_f x) { _mm256_storeu_ps(p, x); }
-V_CALL void v_stream(float *p, v_f x) { _mm256_stream_ps(p, x); }
-V_CALL void v_fence(void) { _mm_sfence(); }
 V_CALL v_f v_set(float x) { return _mm256_set1_ps(x); }
 V_CALL v_f v_zero(void) { return _mm256_setzero_ps(); }
 V_CALL v_f v_add(v_f a, v_f b) { return _mm256_add_ps(a, b); }
 V_CALL v_f v_sub(v_f a, v_f b) { return _mm256_sub_ps(a, b); }
 V_CALL v_f v_mul(v_f a, v_f b) { return _mm256_mul_ps(a, b); }
 V_CALL v_f v_div(v_f a, v_f b) { return _mm256_div_ps(a, b); }
-V_CALL v_f v_sqrt(v_f a) { return _mm256_sqrt_ps(a); }
 V_CALL v_f v_fma(v_f a, v_f b, v_f c) { return _mm256_fmadd_ps(a, b, c); }
 V_CALL v_f v_fnma(v_f a, v_f b, v_f c) { return _mm256_fnmadd_ps(a, b, c); }
 V_CALL v_f v_neg(v_f a) { return _mm256_xor_ps(a, _mm256_set1_ps(-0.0f)); }
 V_CALL v_f v_abs(v_f a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
 V_CALL v_f v_max(v_f a, v_f b) { return _mm256_max_ps(a, b); }
-V_CALL v_f v_min(v_f a, v_f b) { return _mm256_min_ps(a, b); }
 
 V_CALL float v_sum(v_f a)
 {
@@ -121,7 +117,6 @@ V_CALL void v_transpose(v_f r[V_LANES])
     }
 }
 
-V_CALL void v_prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0); }
 V_CALL void v_prefetch2(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T1); }
 
 #include "cpu/kern_body.h"

@@ -159,7 +159,8 @@ V_CALL v_f get_part(v_f (*get)(const void *, int64_t), size_t item, const void *
     __builtin_memcpy(whole, (const char *)p + (size_t)i * item, (size_t)n * item);
     return get(whole, 0);
 }
-V_CALL void put_part(void (*put)(void *, int64_t, v_f), size_t item, void *p, int64_t i, int n, v_f x)
+V_CALL void put_part(void (*put)(void *, int64_t, v_f), size_t item, void *p, int64_t i, int n,
+                     v_f x)
 {
     float whole[V_LANES];
     put(whole, 0, x);
@@ -523,8 +524,9 @@ static void k_kda_rows(const dr_kern_block *b)
 {
     if (b->fast) {
         _Alignas(64) float last[256]; /* exp(G_15) z */
+        const float *end = b->kbar + 15 * (int64_t)b->ldk;
         for (int64_t d = 0; d < b->n; d += V_LANES)
-            v_store(last + d, v_mul(v_exp(v_load(b->kbar + 15 * (int64_t)b->ldk + d)), v_load(b->z + d)));
+            v_store(last + d, v_mul(v_exp(v_load(end + d)), v_load(b->z + d)));
         for (int64_t i = 0; i < 16; i++)
             for (int64_t d = 0; d < b->n; d += V_LANES) {
                 const int64_t at = i * b->ldk + d;

@@ -6,8 +6,7 @@
  * cost minutes of compile time.
  *
  * The words that are not self-evident:
- *   v_max, v_min      a where a > b (a < b), else b: the second operand where either is NaN
- *   v_stream          a store that need not enter the cache; v_fence orders it before later stores
+ *   v_max             a where a > b, else b: the second operand where either is NaN
  *   v_load_part(p, n), v_store_part(p, n, x)   touch only the first n lanes; others load as 0
  *   v_keep(x, n)      lanes from n on become 0; n may be negative or above V_LANES
  *   v_where_less(a, b, x, y)   x where a < b, else y
@@ -16,7 +15,7 @@
  *                     it; unspecified for other n, but never a trap
  *   v_split2(x, &n)   x = m * 2^n with m in [sqrt(1/2), sqrt(2)), for normal x > 0
  *   v_transpose(r)    r as a V_LANES x V_LANES matrix
- *   v_prefetch, v_prefetch2   into the first, the second level of cache
+ *   v_prefetch2       into the second level of cache
  */
 #include "cpu/kern.h"
 #include "base/half.h"
@@ -45,15 +44,12 @@ V_CALL v_f v_load(const float *p)
 V_CALL v_f v_loadu(const float *p) { return v_load(p); }
 V_CALL void v_store(float *p, v_f x) { memcpy(p, &x, sizeof x); }
 V_CALL void v_storeu(float *p, v_f x) { v_store(p, x); }
-V_CALL void v_stream(float *p, v_f x) { v_store(p, x); }
-V_CALL void v_fence(void) {}
 V_CALL v_f v_set(float x) { return (v_f){x, x, x, x}; }
 V_CALL v_f v_zero(void) { return v_set(0); }
 V_CALL v_f v_add(v_f a, v_f b) { return a + b; }
 V_CALL v_f v_sub(v_f a, v_f b) { return a - b; }
 V_CALL v_f v_mul(v_f a, v_f b) { return a * b; }
 V_CALL v_f v_div(v_f a, v_f b) { return a / b; }
-V_CALL v_f v_sqrt(v_f a) { V_EACH(__builtin_sqrtf(a[i])); }
 V_CALL v_f v_fma(v_f a, v_f b, v_f c) { return a * b + c; }
 V_CALL v_f v_fnma(v_f a, v_f b, v_f c) { return c - a * b; }
 V_CALL v_f v_neg(v_f a) { return -a; }
@@ -61,7 +57,6 @@ V_CALL v_f v_abs(v_f a) { return (v_f)((v_i)a & 0x7fffffff); }
 
 V_CALL v_f v_select(v_i mask, v_f x, v_f y) { return (v_f)((mask & (v_i)x) | (~mask & (v_i)y)); }
 V_CALL v_f v_max(v_f a, v_f b) { return v_select(a > b, a, b); }
-V_CALL v_f v_min(v_f a, v_f b) { return v_select(a < b, a, b); }
 V_CALL v_f v_where_less(v_f a, v_f b, v_f x, v_f y) { return v_select(a < b, x, y); }
 V_CALL v_f v_keep(v_f x, int n) { return v_select((v_i){0, 1, 2, 3} < n, x, v_zero()); }
 
@@ -88,7 +83,7 @@ V_CALL v_f v_scale2(v_f x, v_f n)
 V_CALL v_f v_split2(v_f x, v_f *n)
 {
     const int32_t half = 0x3f3504f3; /* sqrt(1/2) */
-    v_i bits = (v_i)x - half;
+    v_i bits = (v_i)((v_u)x - (uint32_t)half);
     *n = __builtin_convertvector(bits >> 23, v_f);
     return (v_f)((bits & 0x007fffff) + half);
 }
@@ -128,7 +123,6 @@ V_CALL void v_transpose(v_f r[V_LANES])
         r[i] = (v_f){a[i], b[i], c[i], d[i]};
 }
 
-V_CALL void v_prefetch(const void *p) { __builtin_prefetch(p, 0, 3); }
 V_CALL void v_prefetch2(const void *p) { __builtin_prefetch(p, 0, 2); }
 
 #include "cpu/kern_body.h"

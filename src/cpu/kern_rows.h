@@ -46,7 +46,7 @@
     X(void, sigmoid_grad, (int n, float scale, const float *x, const float *dy, float *dx))        \
     /* One token on n columns of a state with contiguous columns, K rows ldi (ldo) apart:          \
      * u = b (v - sum_i dk_i in_i), out_i = d_i in_i + k_i u, o = sum_i q_i out_i; dk = d k.       \
-     * out may be in. ahead, if not NULL, is a state of the same form that comes next. */          \
+     * out may be in. ahead, if not NULL, are n K floats that will be wanted next. */              \
     X(void, step_columns, (int K, int n, const float *d, const float *dk, const float *k,          \
                            const float *q, float b, const float *v, const float *in, int64_t ldi,  \
                            float *out, int64_t ldo, float *o, const float *ahead))                 \

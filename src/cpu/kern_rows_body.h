@@ -377,12 +377,14 @@ static void k_sigmoid_grad(int n, float scale, const float *x, const float *dy, 
 enum { STEP_NV = 32 / V_LANES }; /* vectors of a strip of columns */
 
 /* nv vectors of columns, `left` of them present (all, for more than one vector): one sweep
- * down the rows for what the state predicts, one for the update and the output. */
+ * down the rows for what the state predicts, one for the update and the output; both fetch what
+ * comes next, at the pace at which the whole state is read. */
 V_CALL void step_strip(const int nv, int left, int K, const float *d, const float *dk,
                        const float *k, const float *q, float b, const float *v, const float *in,
                        int64_t ldi, float *out, int64_t ldo, float *o, const float *ahead)
 {
     v_f r[2][STEP_NV], u[STEP_NV];
+    const int64_t half = (int64_t)K / 2 * nv * V_LANES; /* floats to fetch in a sweep */
     V_LOOP for (int j = 0; j < nv; j++)
         r[0][j] = r[1][j] = v_zero();
     int i = 0;
@@ -392,12 +394,9 @@ V_CALL void step_strip(const int nv, int left, int K, const float *d, const floa
             r[0][j] = v_fma(x, v_get(in + i * ldi + j * V_LANES, left), r[0][j]);
             r[1][j] = v_fma(y, v_get(in + (i + 1) * ldi + j * V_LANES, left), r[1][j]);
         }
-        if (ahead != NULL) {
-            V_LOOP for (int j = 0; j < nv * V_LANES; j += 16) {
-                v_prefetch2(ahead + i * ldi + j);
-                v_prefetch2(ahead + (i + 1) * ldi + j);
-            }
-        }
+        if (ahead != NULL)
+            V_LOOP for (int j = 0; j < nv * V_LANES; j += 16)
+                v_prefetch2(ahead + i / 2 * nv * V_LANES + j);
     }
     for (; i < K; i++)
         V_LOOP for (int j = 0; j < nv; j++)
@@ -407,7 +406,7 @@ V_CALL void step_strip(const int nv, int left, int K, const float *d, const floa
         u[j] = v_mul(v_set(b), u[j]);
         r[0][j] = r[1][j] = v_zero();
     }
-    for (i = 0; i + 2 <= K; i += 2)
+    for (i = 0; i + 2 <= K; i += 2) {
         V_LOOP for (int y = 0; y < 2; y++) {
             v_f decay = v_set(d[i + y]), key = v_set(k[i + y]), query = v_set(q[i + y]);
             V_LOOP for (int j = 0; j < nv; j++) {
@@ -417,6 +416,10 @@ V_CALL void step_strip(const int nv, int left, int K, const float *d, const floa
                 r[y][j] = v_fma(query, s, r[y][j]);
             }
         }
+        if (ahead != NULL)
+            V_LOOP for (int j = 0; j < nv * V_LANES; j += 16)
+                v_prefetch2(ahead + half + i / 2 * nv * V_LANES + j);
+    }
     for (; i < K; i++)
         V_LOOP for (int j = 0; j < nv; j++) {
             v_f s = v_mul(v_set(d[i]), v_get(in + i * ldi + j * V_LANES, left));
@@ -435,45 +438,67 @@ static void k_step_columns(int K, int n, const float *d, const float *dk, const 
     int j = 0;
     for (; j + 32 <= n; j += 32)
         step_strip(STEP_NV, V_LANES, K, d, dk, k, q, b, v + j, in + j, ldi, out + j, ldo, o + j,
-                   ahead != NULL ? ahead + j : NULL);
-    for (; j + V_LANES <= n; j += V_LANES)
-        step_strip(1, V_LANES, K, d, dk, k, q, b, v + j, in + j, ldi, out + j, ldo, o + j,
-                   ahead != NULL ? ahead + j : NULL);
-    if (j < n)
-        step_strip(1, n - j, K, d, dk, k, q, b, v + j, in + j, ldi, out + j, ldo, o + j, NULL);
+                   ahead != NULL ? ahead + (int64_t)j * K : NULL);
+    for (; j < n; j += V_LANES)
+        step_strip(1, n - j, K, d, dk, k, q, b, v + j, in + j, ldi, out + j, ldo, o + j,
+                   NULL);
 }
 
-/* `rows` rows at a time, so that the sums across lanes overlap. */
+/* The sweeps over `rows` rows at channels [i, i + left): what they predict, and the update. */
+V_CALL void rows_predict(const int rows, int i, int left, const float *dk, const float *in,
+                         int64_t ldi, v_f *acc)
+{
+    v_f y = v_get(dk + i, left);
+    V_LOOP for (int x = 0; x < rows; x++)
+        acc[x] = v_fma(y, v_get(in + x * ldi + i, left), acc[x]);
+}
+
+V_CALL void rows_update(const int rows, int i, int left, const float *d, const float *k,
+                        const float *q, const v_f *u, const float *in, int64_t ldi, float *out,
+                        int64_t ldo, v_f *acc)
+{
+    v_f decay = v_get(d + i, left), key = v_get(k + i, left), query = v_get(q + i, left);
+    V_LOOP for (int x = 0; x < rows; x++) {
+        v_f s = v_fma(key, u[x], v_mul(decay, v_get(in + x * ldi + i, left)));
+        v_put(out + x * ldo + i, left, s);
+        acc[x] = v_fma(query, s, acc[x]);
+    }
+}
+
+/* `rows` rows at a time, so that the sums across lanes overlap; two sums a row, by turns. */
 V_CALL void step_some_rows(const int rows, int K, const float *d, const float *dk, const float *k,
                            const float *q, float b, const float *v, const float *in, int64_t ldi,
                            float *out, int64_t ldo, float *o, const float *ahead)
 {
-    v_f acc[4], u[4];
+    const int pair = 2 * V_LANES;
+    v_f acc[2][4], u[4];
+    int i = 0;
     V_LOOP for (int x = 0; x < rows; x++)
-        acc[x] = v_zero();
-    V_OVER(i, left, K) {
-        v_f y = v_get(dk + i, left);
-        V_LOOP for (int x = 0; x < rows; x++)
-            acc[x] = v_fma(y, v_get(in + x * ldi + i, left), acc[x]);
-        if (ahead != NULL && i % 16 == 0)
-            V_LOOP for (int x = 0; x < rows; x++)
-                v_prefetch2(ahead + x * ldi + i);
+        acc[0][x] = acc[1][x] = v_zero();
+    for (; i + pair <= K; i += pair) {
+        rows_predict(rows, i, V_LANES, dk, in, ldi, acc[0]);
+        rows_predict(rows, i + V_LANES, V_LANES, dk, in, ldi, acc[1]);
+        if (ahead != NULL)
+            V_LOOP for (int j = 0; j < rows * V_LANES; j += 16)
+                v_prefetch2(ahead + i / 2 * rows + j);
     }
+    for (; i < K; i += V_LANES)
+        rows_predict(rows, i, K - i, dk, in, ldi, acc[0]);
     V_LOOP for (int x = 0; x < rows; x++) {
-        u[x] = v_set(b * (v[x] - v_sum(acc[x])));
-        acc[x] = v_zero();
+        u[x] = v_set(b * (v[x] - v_sum(v_add(acc[0][x], acc[1][x]))));
+        acc[0][x] = acc[1][x] = v_zero();
     }
-    V_OVER(i, left, K) {
-        v_f decay = v_get(d + i, left), key = v_get(k + i, left), query = v_get(q + i, left);
-        V_LOOP for (int x = 0; x < rows; x++) {
-            v_f s = v_mul(decay, v_get(in + x * ldi + i, left));
-            s = v_fma(key, u[x], s);
-            v_put(out + x * ldo + i, left, s);
-            acc[x] = v_fma(query, s, acc[x]);
-        }
+    for (i = 0; i + pair <= K; i += pair) {
+        rows_update(rows, i, V_LANES, d, k, q, u, in, ldi, out, ldo, acc[0]);
+        rows_update(rows, i + V_LANES, V_LANES, d, k, q, u, in, ldi, out, ldo, acc[1]);
+        if (ahead != NULL)
+            V_LOOP for (int j = 0; j < rows * V_LANES; j += 16)
+                v_prefetch2(ahead + (K + i) / 2 * rows + j);
     }
+    for (; i < K; i += V_LANES)
+        rows_update(rows, i, K - i, d, k, q, u, in, ldi, out, ldo, acc[0]);
     V_LOOP for (int x = 0; x < rows; x++)
-        o[x] = v_sum(acc[x]);
+        o[x] = v_sum(v_add(acc[0][x], acc[1][x]));
 }
 
 static void k_step_rows(int K, int n, const float *d, const float *dk, const float *k,
@@ -483,8 +508,8 @@ static void k_step_rows(int K, int n, const float *d, const float *dk, const flo
     int j = 0;
     for (; j + 4 <= n; j += 4)
         step_some_rows(4, K, d, dk, k, q, b, v + j, in + j * ldi, ldi, out + j * ldo, ldo, o + j,
-                       ahead != NULL ? ahead + j * ldi : NULL);
+                       ahead != NULL ? ahead + (int64_t)j * K : NULL);
     for (; j < n; j++)
         step_some_rows(1, K, d, dk, k, q, b, v + j, in + j * ldi, ldi, out + j * ldo, ldo, o + j,
-                       ahead != NULL ? ahead + j * ldi : NULL);
+                       ahead != NULL ? ahead + (int64_t)j * K : NULL);
 }
