@@ -54,8 +54,8 @@ static void check_conv_rows_at(check_env *e, int n, int tokens, int taps, int fo
         memcpy(start + i * ld, out + i * ld, (size_t)ld * sizeof *out);
     const float *init = form == 0 ? NULL : own ? out : bias;
     const char *ahead = draw_int(e, 0, 1) ? (const char *)w : NULL;
-    e->kern->conv_rows(n, tokens, taps, row, backwards ? w + (taps - 1) * ld : w, backwards ? -ld : ld,
-                       init, own ? ld : 0, silu, out, ld, ahead, 0, 2);
+    e->kern->conv_rows(n, tokens, taps, row, backwards ? w + (taps - 1) * ld : w,
+                       backwards ? -ld : ld, init, own ? ld : 0, silu, out, ld, ahead, 0, 2);
     for (int t = 0; t < tokens; t++) {
         for (int i = 0; i < n; i++) {
             double p = form == 0 ? 0 : own ? start[t * ld + i] : bias[i], abs = fabs(p);
@@ -81,6 +81,32 @@ static void check_conv_rows(check_env *e)
     for (size_t i = 0; i < DR_COUNT(taps); i++)
         check_conv_rows_at(e, n, tokens[draw_int(e, 0, 6)], taps[i], draw_int(e, 0, 2),
                            draw_int(e, 0, 1));
+}
+
+static void check_conv_line(check_env *e)
+{
+    static const int taps[] = {1, 2, 4, 5, 11}, steps[] = {1, 2, 7};
+    EACH_LENGTH(n)
+    for (size_t x = 0; x < DR_COUNT(taps); x++) {
+        const int m = taps[x], step = steps[draw_int(e, 0, 2)], halo = (m - 1) * step;
+        const int kind = draw_int(e, 0, FILL_KINDS - 1);
+        const bool silu = draw_int(e, 0, 1);
+        float *in = draw_row(e, kind, halo + n), *w = draw_row(e, kind, m), *out = fence(e, n);
+        float bias = (float)uniform(e);
+        e->kern->conv_line(n, m, step, in + halo, w, bias, silu, out);
+        for (int i = 0; i < n; i++) {
+            double p = bias, abs = bias;
+            for (int j = 0; j < m; j++) {
+                double term = (double)w[j] * in[i + j * step];
+                p += term;
+                abs += fabs(term);
+            }
+            double want = silu ? p * plain_sigmoid(p) : p;
+            expect(e, "out", i, out[i], want,
+                   1.2 * sum_bound(1, m + 1, abs) + (silu ? ulp_bound(4, want) : 0));
+        }
+        fence_done(e);
+    }
 }
 
 static double silu_slope_bound(double x)
@@ -142,6 +168,41 @@ static void check_conv_sums(check_env *e)
     }
 }
 
+/* ---- narrow matrices ---------------------------------------------------------------- */
+
+static void check_narrow_in(check_env *e)
+{
+    EACH_LENGTH(m)
+    for (int n = 0; n <= 8; n++) {
+        const int lds = n + draw_int(e, 0, 2), ldd = m + 1;
+        float *src = fence(e, m > 0 ? (m - 1) * lds + n : 0), *dst = fence(e, n * ldd);
+        for (int i = 0; i < m; i++)
+            fill(e, FILL_RANDOM, src + i * lds, n);
+        e->kern->narrow_in(m, n, src, lds, dst, ldd);
+        for (int j = 0; j < n; j++) {
+            for (int i = 0; i < m; i++)
+                expect(e, "dst", j * ldd + i, dst[j * ldd + i], src[i * lds + j], 0);
+            expect_untouched(e, "gap after a row", dst + j * ldd + m, sizeof *dst);
+        }
+        fence_done(e);
+    }
+}
+
+static void check_narrow_out(check_env *e)
+{
+    EACH_LENGTH(m)
+    for (int n = 0; n <= 8; n++) {
+        const int lds = m + 1;
+        float *src = fence(e, n * lds), *dst = fence(e, m * n);
+        for (int j = 0; j < n; j++)
+            fill(e, FILL_RANDOM, src + j * lds, m);
+        e->kern->narrow_out(m, n, src, lds, dst);
+        for (int i = 0; i < m * n; i++)
+            expect(e, "dst", i, dst[i], src[i % n * lds + i / n], 0);
+        fence_done(e);
+    }
+}
+
 /* ---- norms -------------------------------------------------------------------------- */
 
 static void check_dot(check_env *e)
@@ -174,7 +235,8 @@ static void check_norm_grad(check_env *e)
 {
     EACH_LENGTH(n) {
         float r = (float)(3 * uniform(e)), c = (float)(2 * uniform(e) - 1);
-        float *x = draw_row(e, FILL_RANDOM, n), *dy = draw_row(e, FILL_RANDOM, n), *dx = fence(e, n);
+        float *x = draw_row(e, FILL_RANDOM, n), *dy = draw_row(e, FILL_RANDOM, n);
+        float *dx = fence(e, n);
         e->kern->norm_grad(n, r, c, x, dy, dx);
         for (int i = 0; i < n; i++) {
             double z = (double)c * r * x[i];
@@ -213,11 +275,14 @@ static void check_gated_grad(check_env *e)
         memcpy(before, dw, (size_t)n * sizeof *dw);
         for (int i = 0; i < n; i++)
             gate[i] = draw_logit(e);
-        double got = e->kern->gated_grad(n, silu, r, x, w, gate, dy, dz, dgate, dw), sum = 0, abs = 0;
+        double got = e->kern->gated_grad(n, silu, r, x, w, gate, dy, dz, dgate, dw);
+        double sum = 0, abs = 0;
         for (int i = 0; i < n; i++) {
-            double u = gate[i], s = plain_sigmoid(u), rest = plain_sigmoid(-u), z = (double)r * x[i];
+            double u = gate[i], s = plain_sigmoid(u), rest = plain_sigmoid(-u);
+            double z = (double)r * x[i];
             double a = silu ? u * s : s, slope = silu ? s * (1 + u * rest) : s * rest;
-            double inner = (double)dy[i] * w[i] * a, up = (double)dy[i] * w[i] * z, add = dy[i] * z * a;
+            double inner = (double)dy[i] * w[i] * a, up = (double)dy[i] * w[i] * z;
+            double add = dy[i] * z * a;
             expect(e, "dz", i, dz[i], inner, ulp_bound(7, inner));
             expect(e, "dgate", i, dgate[i], up * slope,
                    silu ? fabs(up) * silu_slope_bound(u) + ulp_bound(3, up * slope)
@@ -251,7 +316,8 @@ static void check_raw_gates(check_env *e, bool grad)
 {
     EACH_LENGTH(n)
     for (int lower = 0; lower < 2; lower++) {
-        float bound = -5, *ea = fence(e, n), *bias = fence(e, n), *x = fence(e, n), *out = fence(e, n);
+        float bound = -5, *ea = fence(e, n), *bias = fence(e, n), *x = fence(e, n);
+        float *out = fence(e, n);
         float *dg = draw_row(e, FILL_RANDOM, n), *da = draw_row(e, FILL_RANDOM, n);
         float *db = draw_row(e, FILL_RANDOM, n), *a0 = fence(e, n), *b0 = fence(e, n);
         for (int i = 0; i < n; i++) {
@@ -277,7 +343,8 @@ static void check_raw_gates(check_env *e, bool grad)
             flush *= fabs((double)dg[i]) * (1 + ea[i] + fabs(z));
             expect(e, "dx", i, out[i], dx, ulp_bound(p.ulps, dx) + flush);
             expect(e, "da", i, da[i], a0[i] + a, ulp_bound(p.ulps, a) + EPS * fabs(a0[i]) + flush);
-            expect(e, "db", i, db[i], b0[i] + dx, ulp_bound(p.ulps, dx) + EPS * fabs(b0[i]) + flush);
+            expect(e, "db", i, db[i], b0[i] + dx,
+                   ulp_bound(p.ulps, dx) + EPS * fabs(b0[i]) + flush);
         }
         fence_done(e);
     }
@@ -331,8 +398,8 @@ static void check_step_at(check_env *e, bool rows, int K, int n, bool in_place)
         d[i] = (float)uniform(e);
         dk[i] = d[i] * k[i];
     }
-    (rows ? e->kern->step_rows : e->kern->step_columns)(K, n, d, dk, k, q, b, v, in, ldi, out, ldo, o,
-                                                        in_place ? start : NULL);
+    (rows ? e->kern->step_rows : e->kern->step_columns)(K, n, d, dk, k, q, b, v, in, ldi, out, ldo,
+                                                        o, in_place ? start : NULL);
     for (int j = 0; j < n; j++) {
         double r = v[j], abs = fabs(r), want_o = 0, abs_o = 0, slack_o = 0;
         for (int i = 0; i < K; i++) {
@@ -343,8 +410,10 @@ static void check_step_at(check_env *e, bool rows, int K, int n, bool in_place)
         double u = b * r, slack = b * sum_bound(1, K + 1, abs) + EPS * fabs(u);
         for (int i = 0; i < K; i++) {
             double old = (double)d[i] * start[rows ? j * ldi + i : i * ldi + j], add = k[i] * u;
-            double want = old + add, error = fabs(k[i]) * slack + 1.5 * EPS * (fabs(old) + fabs(add));
-            expect(e, "state", i * n + j, out[rows ? j * ldo + i : i * ldo + j], want, error + FLT_MIN);
+            double want = old + add;
+            double error = fabs(k[i]) * slack + 1.5 * EPS * (fabs(old) + fabs(add));
+            expect(e, "state", i * n + j, out[rows ? j * ldo + i : i * ldo + j], want,
+                   error + FLT_MIN);
             want_o += q[i] * want;
             abs_o += fabs(q[i] * want);
             slack_o += fabs(q[i]) * (error + FLT_MIN);
@@ -372,8 +441,11 @@ static void check_step_rows(check_env *e) { check_step(e, true); }
 
 static const check_row kernel_checks_rows[] = {
     {"conv_rows", check_conv_rows},
+    {"conv_line", check_conv_line},
     {"silu_grad", check_silu_grad},
     {"conv_sums", check_conv_sums},
+    {"narrow_in", check_narrow_in},
+    {"narrow_out", check_narrow_out},
     {"dot", check_dot},
     {"scale_row", check_scale_row},
     {"norm_grad", check_norm_grad},

@@ -15,6 +15,8 @@
 
 enum { THREADS = 3, ARGS = 16 };
 
+static const dr_dtype dtypes[] = {DR_F32, DR_BF16, DR_F16};
+
 static const int32_t thread_counts[THREADS] = {1, 2, 5};
 static dr_context *ref, *cpu[THREADS];
 
@@ -50,6 +52,7 @@ typedef struct op_arg {
     int64_t shape[DR_MAX_RANK];
     double spread, shift; /* of normal numbers */
     double budget;        /* relative L2 error before the store */
+    bool swap;            /* the last two axes change places in memory */
 } op_arg;
 
 typedef dr_status op_fn(const dr_context *c, const void *args);
@@ -69,7 +72,7 @@ static inline op_arg *trial_add(trial *x, const char *name, size_t at, role as, 
                              int32_t rank, int64_t a, int64_t b, int64_t c, int64_t d)
 {
     assert_true(x->n < ARGS);
-    x->arg[x->n] = (op_arg){name, at, as, dtype, rank, {a, b, c, d}, 1, 0, BUDGET};
+    x->arg[x->n] = (op_arg){name, at, as, dtype, rank, {a, b, c, d}, 1, 0, BUDGET, false};
     return &x->arg[x->n++];
 }
 
@@ -78,13 +81,28 @@ static inline dr_tensor *trial_tensor(const trial *x, int i)
     return (dr_tensor *)((char *)x->args + x->arg[i].at);
 }
 
+static inline tensor arg_make(rng *r, layout how, const op_arg *a)
+{
+    int64_t shape[DR_MAX_RANK];
+    memcpy(shape, a->shape, sizeof shape);
+    const int32_t x = a->rank - 2, y = a->rank - 1;
+    if (!a->swap)
+        return tensor_make(r, how, a->dtype, a->rank, shape);
+    shape[x] = a->shape[y], shape[y] = a->shape[x];
+    tensor t = tensor_make(r, how, a->dtype, a->rank, shape);
+    int64_t stride = t.view.stride[x];
+    t.view.stride[x] = t.view.stride[y], t.view.stride[y] = stride;
+    t.view.shape[x] = a->shape[x], t.view.shape[y] = a->shape[y];
+    return t;
+}
+
 static inline void trial_fill(trial *x, rng *r)
 {
     for (int i = 0; i < x->n; i++) {
         const op_arg *a = &x->arg[i];
         if (a->role == OUTPUT)
             continue;
-        x->in[i] = tensor_make(r, x->how, a->dtype, a->rank, a->shape);
+        x->in[i] = arg_make(r, x->how, a);
         int64_t n = view_count(&x->in[i].view);
         double *values = malloc(sizeof *values * (size_t)(n + 1));
         assert_non_null(values);
@@ -136,7 +154,7 @@ static inline void check_trial(trial *x, rng *r)
         r->state = layouts; /* the same strides every time */
         for (int i = 0; i < x->n; i++)
             if (x->arg[i].role == OUTPUT) {
-                out[i] = tensor_make(r, x->how, x->arg[i].dtype, x->arg[i].rank, x->arg[i].shape);
+                out[i] = arg_make(r, x->how, &x->arg[i]);
                 tensor_remember(&out[i]);
                 *trial_tensor(x, i) = out[i].view;
             }
@@ -174,5 +192,21 @@ static inline void check_trial(trial *x, rng *r)
         free(first[i]);
     }
 }
+
+/* ---- by hand ------------------------------------------------------------------------- */
+
+static inline dr_tensor f32(float *data, int32_t rank, int64_t a, int64_t b, int64_t c)
+{
+    return dr_tensor_make(data, DR_F32, rank, a, b, c, 0);
+}
+
+#define EXPECT(got, ...)                                                      \
+    do {                                                                      \
+        const float expect_want[] = {__VA_ARGS__};                            \
+        assert_int_equal(DR_COUNT(expect_want), DR_COUNT(got));               \
+        for (size_t at = 0; at < DR_COUNT(got); at++)                         \
+            if ((got)[at] != expect_want[at])                                 \
+                fail_msg("%s[%zu]: got %g, expected %g", #got, at, (got)[at], expect_want[at]); \
+    } while (0)
 
 #endif

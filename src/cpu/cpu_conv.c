@@ -22,20 +22,24 @@
  * there, so the sums of dweight and dbias need no second party: fp32 within FLUSH tokens, double
  * between, in the order of the tokens.
  */
-#include "cpu/cpu_rows.h"
+#include "cpu/cpu_conv.h"
 #include "base/half.h"
 
 #define NO_CARRY INT64_MIN
 
 enum {
     TAPS = 32,            /* largest group of taps */
-    BLOCK = 256,          /* tokens of a forward task */
+    BLOCK = 256,          /* tokens of a forward task, in tiles */
     TALLEST = 64,         /* tokens of a tile; with token rows of many channels it is */
     SHORTEST = 8,         /* shorter, with rows of few channels taller */
     FORWARD_ROOM = 8192,  /* floats of a task's memory */
     ADJOINT_ROOM = 16384,
     FLUSH = 128
 };
+
+/* Lines come with the tiles that states need, 16 channels wide. */
+_Static_assert((2 * SHORTEST + 2 * TAPS + 1) * 16 + DR_CPU_LINE_ROOM <= FORWARD_ROOM, "forward");
+_Static_assert((4 * SHORTEST + 8 * TAPS + 3) * 16 + DR_CPU_LINE_ROOM <= ADJOINT_ROOM, "adjoint");
 
 typedef struct conv {
     const dr_kern *kern;
@@ -46,7 +50,8 @@ typedef struct conv {
     int64_t group, groups;          /* of taps: largest, and how many */
     int64_t tile;                   /* tokens of a tile */
     int64_t cols, col_blocks;       /* channels of a task, and tasks across the channels */
-    int64_t row_blocks;             /* forward tasks along a batch row */
+    int64_t block, row_blocks;      /* tokens of a forward task, and tasks along a batch row */
+    bool lines;                     /* channel by channel: cpu_conv_lines.c */
 } conv;
 
 typedef struct piece {
@@ -60,6 +65,7 @@ typedef struct bench {
     int64_t d0, n, ld;
     float *x, *out, *w, *bias, *zero; /* tiles and rows; ld floats a row */
     float *d, *dy, *sums;             /* adjoint */
+    float *lines;
     double *totals;
     int64_t summed;                   /* tokens in sums */
     const float *row[TALLEST + 2 * (TAPS - 1)]; /* input rows of the tile, */
@@ -137,7 +143,7 @@ static soon soon_at(const bench *s, const dr_tensor *from, int64_t t)
         before(c, t, s->p.len, c->tile) < c->tile)
         return (soon){0};
     dr_cpu_view v = token_view(s, from, t);
-    int64_t size = (int64_t)dr_dtype_size(v.dtype);
+    int64_t size = dr_cpu_size(v.dtype);
     return (soon){v.data, v.row * size, (int)size};
 }
 
@@ -190,8 +196,7 @@ static void load_taps(bench *s, int64_t g)
 }
 
 /* act(p) at tokens t, t + step, .. of the piece. */
-static void output_rows(bench *s, int64_t t, int64_t count, bool silu, dr_cpu_tile out,
-                        soon next)
+static void output_rows(bench *s, int64_t t, int64_t count, bool silu, dr_cpu_tile out, soon next)
 {
     const conv *c = s->c;
     for (int64_t g = 0; g < c->groups; g++) {
@@ -201,7 +206,8 @@ static void output_rows(bench *s, int64_t t, int64_t count, bool silu, dr_cpu_ti
         input_rows(s, t - back * c->step, count + taps - 1);
         c->kern->conv_rows((int)s->n, (int)count, (int)taps, s->row, s->w, s->ld,
                            g == 0 ? s->bias : out.at, g == 0 ? 0 : out.ld,
-                           silu && g + 1 == c->groups, out.at, out.ld, next.at, next.hop, next.size);
+                           silu && g + 1 == c->groups, out.at, out.ld, next.at, next.hop,
+                           next.size);
     }
 }
 
@@ -228,19 +234,23 @@ static conv conv_of(const dr_device *dev, const dr_conv_args *a, int dir)
      * are some. */
     bool tall = a->x.stride[1] == 1 && a->x.stride[2] != 1 && c.step == 1;
     int64_t share = dir > 0 ? c.D : dr_max(64, dr_round_up(c.D / 32, 16));
-    c.tile = tall ? TALLEST : SHORTEST;
+    c.lines = dr_cpu_lines_fit(a, dir);
+    c.tile = tall && !c.lines ? TALLEST : SHORTEST;
+    if (c.lines)
+        share = 16;
     int64_t cols = dr_max(16, dr_min(dr_round_up(share, 16), most_cols(&c, dir)));
     c.col_blocks = dr_ceil_div(c.D, cols);
     c.cols = dr_round_up(dr_ceil_div(c.D, c.col_blocks), 16);
     c.col_blocks = dr_ceil_div(c.D, c.cols);
-    while (c.tile < TALLEST) {
+    while (c.tile < TALLEST && !c.lines) {
         c.tile *= 2;
         if (most_cols(&c, dir) < c.cols) {
             c.tile /= 2;
             break;
         }
     }
-    c.row_blocks = dr_ceil_div(c.span, BLOCK);
+    c.block = c.lines ? 2 * DR_CPU_LINE : BLOCK;
+    c.row_blocks = dr_ceil_div(c.span, c.block);
     return c;
 }
 
@@ -268,6 +278,7 @@ static bench bench_of(const conv *c, int64_t col_block, bool adjoint, float *roo
     s.w = take(&room, c->group, s.ld);
     s.bias = take(&room, 1, s.ld);
     s.zero = take(&room, 1, s.ld);
+    s.lines = room;
     memset(s.zero, 0, (size_t)s.ld * sizeof *s.zero);
     memset(s.bias, 0, (size_t)s.ld * sizeof *s.bias);
     if (c->a->bias.data != NULL) {
@@ -279,6 +290,13 @@ static bench bench_of(const conv *c, int64_t col_block, bool adjoint, float *roo
     if (c->groups == 1)
         load_taps(&s, 0);
     return s;
+}
+
+static dr_cpu_lines lines_of(const bench *s)
+{
+    const dr_conv_args *a = s->c->a;
+    int64_t slot = a->state_index ? a->state_index[s->p.n] : s->p.n;
+    return (dr_cpu_lines){s->c->kern, a, s->p.b, s->p.begin, s->p.len, s->p.n, slot, s->lines};
 }
 
 /* ---- forward ----------------------------------------------------------------------- */
@@ -330,7 +348,8 @@ static void write_final(bench *s)
  * states wait until nobody needs the initial ones any more. */
 static bool within_block(const conv *c, const piece *p)
 {
-    return c->a->y.data != NULL && p->len > 0 && p->begin / BLOCK == (p->begin + p->len - 1) / BLOCK;
+    return c->a->y.data != NULL && p->len > 0 &&
+           p->begin / c->block == (p->begin + p->len - 1) / c->block;
 }
 
 static void forward_task(void *arg, int64_t task, int32_t lane)
@@ -340,14 +359,20 @@ static void forward_task(void *arg, int64_t task, int32_t lane)
     _Alignas(DR_ALIGN) float room[FORWARD_ROOM];
     bench s = bench_of(c, task % c->col_blocks, false, room);
     int64_t b = task / c->col_blocks / c->row_blocks;
-    int64_t t0 = task / c->col_blocks % c->row_blocks * BLOCK, t1 = dr_min(t0 + BLOCK, c->span);
+    int64_t t0 = task / c->col_blocks % c->row_blocks * c->block;
+    int64_t t1 = dr_min(t0 + c->block, c->span);
     int64_t n = c->a->offsets ? piece_from(c, t0) : b;
     int64_t last = c->a->offsets ? c->pieces : b + 1;
     for (; n < last; n++) {
         set_piece(&s, piece_at(c, n));
         if (s.p.begin >= t1)
             break;
-        forward_range(&s, dr_max(t0 - s.p.begin, 0), dr_min(t1 - s.p.begin, s.p.len));
+        int64_t from = dr_max(t0 - s.p.begin, 0), to = dr_min(t1 - s.p.begin, s.p.len);
+        const dr_cpu_lines l = lines_of(&s);
+        if (!c->lines)
+            forward_range(&s, from, to);
+        for (int64_t i = 0; i < s.n && c->lines; i++)
+            dr_cpu_lines_forward(&l, s.d0 + i, from, to);
         if (c->a->final_state.data != NULL && within_block(c, &s.p))
             write_final(&s);
     }
@@ -384,7 +409,7 @@ static void fetch_row(const bench *s, const dr_tensor *to, int64_t t)
     if (to->data == NULL || to->stride[2] != 1)
         return;
     const char *row = token_view(s, to, t).data;
-    for (int64_t at = 0; at < s->n * (int64_t)dr_dtype_size(to->dtype); at += 64)
+    for (int64_t at = 0; at < s->n * dr_cpu_size(to->dtype); at += 64)
         __builtin_prefetch(row + at, 0, 2);
 }
 
@@ -465,7 +490,8 @@ static void input_grads(bench *s, int64_t g, bool first, int64_t t, int64_t coun
     c->kern->conv_rows((int)s->n, (int)kept, (int)taps, s->d_row, w, -s->ld, first ? NULL : out.at,
                        out.ld, false, out.at, out.ld, next.at, next.hop, next.size);
     c->kern->conv_rows((int)s->n, (int)(count - kept), (int)taps, s->d_row + kept, w, -s->ld,
-                       s->out + kept * s->ld, s->ld, false, out.at + kept * out.ld, out.ld, NULL, 0, 0);
+                       s->out + kept * s->ld, s->ld, false, out.at + kept * out.ld, out.ld, NULL, 0,
+                       0);
 }
 
 /* Tokens [from, to) of the piece, history included: gradients to `to_view`, whose row 0 is
@@ -536,7 +562,10 @@ static void adjoint_task(void *arg, int64_t task, int32_t lane)
             set_piece(&s, piece_at(c, n));
             dr_cpu_view v = token_view(&s, &a->dx, 0);
             v.row = a->dx.shape[1] > 1 ? a->dx.stride[1] : 1;
-            if (s.p.len > 0)
+            const dr_cpu_lines l = lines_of(&s);
+            for (int64_t i = 0; i < s.n && c->lines; i++)
+                dr_cpu_lines_adjoint(&l, s.d0 + i, summing ? s.totals + i : NULL, s.ld);
+            if (s.p.len > 0 && !c->lines)
                 adjoint_range(&s, 0, s.p.len, grads ? &v : &none, summing ? pass : -1);
             v = state_view(&s, &a->d_initial_state, 0);
             if (grads && v.data != NULL)

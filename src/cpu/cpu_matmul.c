@@ -54,15 +54,17 @@ static dr_status operand_of(const char *name, const dr_tensor *t, operand *out)
     bool plain = has_rows(t);
     if (!plain && !has_rows(&flipped))
         return dr_fail(DR_ERR_SUPPORT,
-                       "%s: the cpu backend needs stride 1 on one axis and at least its extent on the "
-                       "other, got strides %lld, %lld for [%lld,%lld]", name, (long long)t->stride[0],
-                       (long long)t->stride[1], (long long)t->shape[0], (long long)t->shape[1]);
+                       "%s: the cpu backend needs stride 1 on one axis and at least its extent on "
+                       "the other, got strides %lld, %lld for [%lld,%lld]", name,
+                       (long long)t->stride[0], (long long)t->stride[1], (long long)t->shape[0],
+                       (long long)t->shape[1]);
     const dr_tensor *rows = plain ? t : &flipped;
     int64_t ld = rows->shape[0] > 1 ? rows->stride[0] : dr_max(rows->shape[1], 1);
     if (ld > INT_MAX)
         return dr_fail(DR_ERR_SUPPORT, "%s: the cpu backend takes strides up to %d, got %lld", name,
                        INT_MAX, (long long)ld);
-    *out = (operand){t->data, t->stride[0], t->stride[1], plain ? CblasNoTrans : CblasTrans, (int)ld};
+    *out = (operand){t->data, t->stride[0], t->stride[1], plain ? CblasNoTrans : CblasTrans,
+                     (int)ld};
     return DR_OK;
 }
 
@@ -73,6 +75,25 @@ typedef struct product {
     float alpha, beta;
 } product;
 
+/* Up to this many rows of out are vectors times b: sgemm packs b, which costs more than it saves
+ * (measured: 8 times slower for one row, even at 8 rows). */
+enum { FEW_ROWS = 4 };
+
+static void few_rows(const product *p, int64_t m, int64_t n, int64_t i, int64_t j)
+{
+    const bool turned = p->b.order == CblasTrans; /* the memory of b is [n,k] */
+    const float *b = p->b.data + j * p->b.col;
+    const int step = p->k > 1 ? (int)p->a.col : 1;
+    for (int64_t r = i; r < i + m; r++) {
+        float *y = p->out.data + r * p->out.row + j * p->out.col;
+        if (p->beta == 0) /* some BLAS multiply what was there by 0, and keep its NaN */
+            memset(y, 0, (size_t)n * sizeof *y);
+        cblas_sgemv(CblasRowMajor, turned ? CblasNoTrans : CblasTrans, (int)(turned ? n : p->k),
+                    (int)(turned ? p->k : n), p->alpha, b, p->b.ld, p->a.data + r * p->a.row, step,
+                    1, y, 1);
+    }
+}
+
 static void one_tile(void *arg, int64_t task, int32_t lane)
 {
     (void)lane;
@@ -81,9 +102,12 @@ static void one_tile(void *arg, int64_t task, int32_t lane)
     int64_t m = dr_min(p->tile_m, p->m - i), n = dr_min(p->tile_n, p->n - j);
     int threads = omp_get_max_threads();
     omp_set_num_threads(1);
-    cblas_sgemm(CblasRowMajor, p->a.order, p->b.order, (int)m, (int)n, (int)p->k, p->alpha,
-                p->a.data + i * p->a.row, p->a.ld, p->b.data + j * p->b.col, p->b.ld, p->beta,
-                p->out.data + i * p->out.row + j * p->out.col, p->out.ld);
+    if (p->m <= FEW_ROWS)
+        few_rows(p, m, n, i, j);
+    else
+        cblas_sgemm(CblasRowMajor, p->a.order, p->b.order, (int)m, (int)n, (int)p->k, p->alpha,
+                    p->a.data + i * p->a.row, p->a.ld, p->b.data + j * p->b.col, p->b.ld, p->beta,
+                    p->out.data + i * p->out.row + j * p->out.col, p->out.ld);
     omp_set_num_threads(threads);
 }
 

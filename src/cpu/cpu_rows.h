@@ -17,15 +17,19 @@ typedef struct dr_cpu_view {
     int64_t row, col;
 } dr_cpu_view;
 
+/* Bytes of an element; a function call to learn them would show. */
+DR_INLINE int64_t dr_cpu_size(dr_dtype dtype) { return dtype == DR_F32 ? 4 : 2; }
+
 /* Axes `row` and `col` of t at indices i0, i1 of its first axes. An axis of extent 1 has
  * whatever stride suits. */
-dr_cpu_view dr_cpu_view_of(const dr_tensor *t, int row, int col, int64_t i0, int64_t i1, int64_t i2);
+dr_cpu_view dr_cpu_view_of(const dr_tensor *t, int row, int col, int64_t i0, int64_t i1,
+                           int64_t i2);
 
 /* The view `rows` further down and `cols` to the right. */
 DR_INLINE dr_cpu_view dr_cpu_view_at(dr_cpu_view v, int64_t rows, int64_t cols)
 {
     if (v.data != NULL)
-        v.data += (rows * v.row + cols * v.col) * (int64_t)dr_dtype_size(v.dtype);
+        v.data += (rows * v.row + cols * v.col) * dr_cpu_size(v.dtype);
     return v;
 }
 

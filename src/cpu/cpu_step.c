@@ -137,7 +137,10 @@ static dr_cpu_view state_of(const step *s, const dr_tensor *t, int64_t n, int32_
     return slot < 0 ? (dr_cpu_view){0} : dr_cpu_view_of(t, 2, 3, slot, j, 0);
 }
 
-static bool unit(const dr_tensor *t, int axis) { return t->shape[axis] <= 1 || t->stride[axis] == 1; }
+static bool unit(const dr_tensor *t, int axis)
+{
+    return t->shape[axis] <= 1 || t->stride[axis] == 1;
+}
 
 /* Columns [c, c + n) of the state over the tokens of x; v and o are theirs. */
 static void step_strip(const step *s, const block *x, int32_t j, int64_t c, int64_t n,
@@ -177,8 +180,8 @@ static void in_place(const step *s, const dr_piece *piece, block *x, int32_t j, 
             const float *in = (const float *)dr_cpu_view_at(from, 0, c).data;
             float *out = (float *)dr_cpu_view_at(to, 0, c).data;
             const float *ahead = next != NULL ? next + (c - s->p->col0) * s->K : NULL;
-            step_strip(s, x, j, c, dr_min(STRIP, s->p->col1 - c), in, rows ? from.col : from.row, out,
-                       rows ? to.col : to.row, rows, ahead);
+            step_strip(s, x, j, c, dr_min(STRIP, s->p->col1 - c), in, rows ? from.col : from.row,
+                       out, rows ? to.col : to.row, rows, ahead);
         }
         from = to;
         next = NULL;

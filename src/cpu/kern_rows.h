@@ -8,19 +8,26 @@
 #define DR_KERN_ROWS_H
 
 #define DR_KERN_ROWS_LIST(X)                                                                       \
-    /* out[t * ldo + i] = act(init[t * ldi + i] + sum over j < taps of w[j * ldw + i] row[t + j][i]) \
-     * for t < tokens, act = SiLU or none; init NULL: 0. ldw may be negative. out may be init, not  \
-     * a row. ahead, if not NULL, has `tokens` rows, `hop` bytes apart, of n elements of `size`    \
-     * bytes, that will be read soon. */                                                           \
+    /* out_t,i = act(init_t,i + sum over j < taps of w[j * ldw + i] row[t + j][i]) for t < tokens, \
+     * at out[t * ldo + i] and init[t * ldi + i]; act = SiLU or none; init NULL: 0. ldw may be     \
+     * negative. out may be init, not a row. ahead, if not NULL, has `tokens` rows, `hop` bytes    \
+     * apart, of n elements of `size` bytes, that will be read soon. */                            \
     X(void, conv_rows, (int n, int tokens, int taps, const float *const *row, const float *w,      \
                         int64_t ldw, const float *init, int64_t ldi, bool silu, float *out,        \
                         int64_t ldo, const char *ahead, int64_t hop, int size))                    \
+    /* out[i] = act(bias + sum over j < taps of w[j] x[i - (taps - 1 - j) step]); out not in x. */ \
+    X(void, conv_line, (int n, int taps, int64_t step, const float *x, const float *w, float bias, \
+                        bool silu, float *out))                                                    \
     /* d_i = dy_i silu'(p_i) */                                                                    \
     X(void, silu_grad, (int n, const float *p, const float *dy, float *d))                         \
     /* sums[j * lds + i] += sum over t < tokens of d[t * ldd + i] row[t + j][i] for j < taps, and  \
      * sums[taps * lds + i] += sum of d[t * ldd + i]. */                                           \
     X(void, conv_sums, (int n, int tokens, int taps, const float *d, int64_t ldd,                  \
                         const float *const *row, float *sums, int64_t lds))                        \
+    /* A narrow matrix turned: dst[j * ldd + i] = src[i * lds + j] for i < m, j < n, n <= 8. */    \
+    X(void, narrow_in, (int m, int n, const float *src, int64_t lds, float *dst, int64_t ldd))     \
+    /* The way back into rows without gaps: dst[i * n + j] = src[j * lds + i], n <= 8. */          \
+    X(void, narrow_out, (int m, int n, const float *src, int64_t lds, float *dst))                 \
     /* a . b */                                                                                    \
     X(float, dot, (int n, const float *a, const float *b))                                         \
     /* y = s x */                                                                                  \

@@ -123,6 +123,43 @@ static void k_conv_rows(int n, int tokens, int taps, const float *const *row, co
     }
 }
 
+/* nv vectors of tokens, `left` of them present (all, for more than one vector). */
+V_CALL void line_step(int i, int left, const int nv, int taps, int64_t step, const float *x,
+                      const float *w, v_f bias, const bool silu, float *out)
+{
+    v_f p[4];
+    V_LOOP for (int v = 0; v < nv; v++)
+        p[v] = bias;
+    for (int j = 0; j < taps; j++) {
+        const float *from = x + i - (taps - 1 - j) * step;
+        v_f y = v_set(w[j]);
+        V_LOOP for (int v = 0; v < nv; v++)
+            p[v] = v_fma(y, v_get(from + v * V_LANES, left), p[v]);
+    }
+    V_LOOP for (int v = 0; v < nv; v++)
+        v_put(out + i + v * V_LANES, left, silu ? v_silu(p[v]) : p[v]);
+}
+
+V_CALL void line_all(int n, int taps, int64_t step, const float *x, const float *w, float bias,
+                     const bool silu, float *out)
+{
+    const v_f start = v_set(bias);
+    int i = 0;
+    for (; i + 4 * V_LANES <= n; i += 4 * V_LANES)
+        line_step(i, V_LANES, 4, taps, step, x, w, start, silu, out);
+    for (; i < n; i += V_LANES)
+        line_step(i, n - i, 1, taps, step, x, w, start, silu, out);
+}
+
+static void k_conv_line(int n, int taps, int64_t step, const float *x, const float *w, float bias,
+                        bool silu, float *out)
+{
+    if (silu)
+        line_all(n, taps, step, x, w, bias, true, out);
+    else
+        line_all(n, taps, step, x, w, bias, false, out);
+}
+
 V_CALL void silu_grad_step(int i, int left, const float *p, const float *dy, float *d)
 {
     v_f slope;
@@ -191,6 +228,47 @@ static void k_conv_sums(int n, int tokens, int taps, const float *d, int64_t ldd
         conv_sums_some(n, tokens, j, 4, false, d, ldd, row, sums, sum, lds);
     for (; j < taps; j++)
         conv_sums_some(n, tokens, j, 1, false, d, ldd, row, sums, sum, lds);
+}
+
+/* ---- narrow matrices ---------------------------------------------------------------- */
+
+/* Whole vectors are read and written although a row has n elements. Reading, what follows a row
+ * is dropped; writing, it is overwritten by the rows that follow. The last rows, past whose end
+ * that would go too far, come one element at a time, as do rows that exceed a vector. */
+
+static void k_narrow_in(int m, int n, const float *src, int64_t lds, float *dst, int64_t ldd)
+{
+    const int64_t all = (m - 1) * lds + n;
+    int i = 0;
+    for (; n <= V_LANES && (i + V_LANES - 1) * lds + V_LANES <= all; i += V_LANES) {
+        v_f r[V_LANES];
+        V_LOOP for (int x = 0; x < V_LANES; x++)
+            r[x] = v_loadu(src + (i + x) * lds);
+        v_transpose(r);
+        V_LOOP for (int j = 0; j < V_LANES; j++)
+            if (j < n)
+                v_storeu(dst + j * ldd + i, r[j]);
+    }
+    for (; i < m; i++)
+        for (int j = 0; j < n; j++)
+            dst[j * ldd + i] = src[i * lds + j];
+}
+
+static void k_narrow_out(int m, int n, const float *src, int64_t lds, float *dst)
+{
+    const int64_t all = (int64_t)m * n;
+    int i = 0;
+    for (; n <= V_LANES && (int64_t)(i + V_LANES - 1) * n + V_LANES <= all; i += V_LANES) {
+        v_f r[V_LANES];
+        V_LOOP for (int x = 0; x < V_LANES; x++)
+            r[x] = x < n ? v_loadu(src + x * lds + i) : v_zero();
+        v_transpose(r);
+        V_LOOP for (int x = 0; x < V_LANES; x++)
+            v_storeu(dst + (int64_t)(i + x) * n, r[x]);
+    }
+    for (; i < m; i++)
+        for (int j = 0; j < n; j++)
+            dst[(int64_t)i * n + j] = src[j * lds + i];
 }
 
 /* ---- norms ------------------------------------------------------------------------- */
