@@ -113,6 +113,11 @@ DR_API dr_status dr_cp_plan_create(const dr_context *ctx, struct dr_comm *comm,
                                    const char *protocol, dr_cp_plan **out);
 DR_API void dr_cp_plan_destroy(dr_cp_plan *plan); /* NULL is fine */
 
+/* The protocols of this build, for tables and messages: 0 <= index < count, otherwise NULL. */
+DR_API int32_t dr_cp_protocol_count(void);
+DR_API const char *dr_cp_protocol_name(int32_t index);
+DR_API const char *dr_cp_protocol_about(int32_t index);
+
 typedef struct dr_cp_info {
     uint32_t size;
     int64_t tokens;  /* of this rank's span */

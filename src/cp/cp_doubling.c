@@ -9,7 +9,7 @@
  * The adjoint is the transpose of the whole exchange: rounds in reverse, only cotangents travel, and
  * what a round added is sent back through the kept transpose, taken before this round's sum.
  */
-#include "cp/schedule.h"
+#include "cp/cp_plan.h"
 
 /* Rounds d = 1, 2, 4, ... below n. Register kept for slot i in round number k; chains are generated in
  * the same order in both directions, so p->n_kept at the start of a chain names its first. */
@@ -86,6 +86,6 @@ static void generate_adjoint(dr_program *p, const dr_chain *c, int32_t width)
 }
 
 const dr_cp_protocol dr_cp_doubling = {
-    "doubling", "maps combined in log2 rounds; the adjoint is the transposed exchange", false, generate,
-    generate_adjoint,
+    "doubling", "maps combined in log2 rounds; the adjoint is the transposed exchange", DR_CP_NO_WIDTH, false,
+    &dr_cp_programs, generate, generate_adjoint,
 };

@@ -8,7 +8,7 @@
  * States are folded through maps from left to right, one after another, exactly as p2p does:
  * the three agree bit for bit.
  */
-#include "cp/schedule.h"
+#include "cp/cp_plan.h"
 
 typedef struct group {
     int32_t first, last; /* chain positions */
@@ -63,11 +63,11 @@ static void generate_whole(dr_program *p, const dr_chain *c, int32_t width)
 }
 
 const dr_cp_protocol dr_cp_grouped = {
-    "grouped", "maps gathered within groups of G slots, states handed on between groups", true, generate,
-    NULL,
+    "grouped", "maps gathered within groups of G slots, states handed on between groups", DR_CP_WIDTH, false,
+    &dr_cp_programs, generate, NULL,
 };
 
 const dr_cp_protocol dr_cp_allgather = {
-    "allgather", "every slot receives the maps that precede it in its document", false, generate_whole,
-    NULL,
+    "allgather", "every slot receives the maps that precede it in its document", DR_CP_NO_WIDTH, false,
+    &dr_cp_programs, generate_whole, NULL,
 };

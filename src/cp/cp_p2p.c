@@ -4,7 +4,7 @@
  * result on. n-1 messages of one state for a chain of n slots, nothing across a document
  * boundary; the path of n-1 small products is the only thing in order.
  */
-#include "cp/schedule.h"
+#include "cp/cp_plan.h"
 
 static void generate(dr_program *p, const dr_chain *c, int32_t width)
 {
@@ -19,5 +19,6 @@ static void generate(dr_program *p, const dr_chain *c, int32_t width)
 }
 
 const dr_cp_protocol dr_cp_p2p = {
-    "p2p", "states handed on in token order, by maps", false, generate, NULL,
+    "p2p", "states handed on in token order, by maps", DR_CP_NO_WIDTH, false,
+    &dr_cp_programs, generate, NULL,
 };

@@ -70,15 +70,9 @@ typedef struct dr_chain {
     const dr_node *nodes;  /* in the direction of travel */
 } dr_chain;
 
-typedef struct dr_cp_protocol {
-    const char *name, *about;
-    bool takes_width; /* "name:G" */
-    void (*generate)(dr_program *p, const dr_chain *chain, int32_t width);
-    /* The adjoint, where it is not generate on the reversed chain; chain is in token order. */
-    void (*generate_adjoint)(dr_program *p, const dr_chain *chain, int32_t width);
-} dr_cp_protocol;
-
-extern const dr_cp_protocol dr_cp_p2p, dr_cp_allgather, dr_cp_grouped, dr_cp_doubling;
+/* Writes a chain's part of the program. Every rank calls it with the same chains in the same
+ * order; the adjoint gets the chain from its other end, a transposed generator in token order. */
+typedef void dr_generate(dr_program *p, const dr_chain *chain, int32_t width);
 
 /* Building blocks of generators; every rank calls all of them in the same order. */
 dr_value dr_program_source(dr_program *p, dr_node node);

@@ -1,0 +1,50 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * cp_agree.c - see cp_agree.h. One gather of a fixed-size record; the lowest rank with something to
+ * say is quoted on all others.
+ */
+#include "cp/cp_agree.h"
+
+uint64_t dr_cp_digest(uint64_t h, const void *data, size_t bytes)
+{
+    const unsigned char *c = data;
+    for (size_t i = 0; i < bytes; i++)
+        h = (h ^ c[i]) * 0x100000001b3u;
+    return h;
+}
+
+void dr_agreement_set(dr_agreement *mine, dr_status status)
+{
+    mine->status = status;
+    mine->sentence[0] = 0;
+    if (status != DR_OK)
+        strncpy(mine->sentence, dr_last_error(), sizeof mine->sentence - 1);
+}
+
+static dr_status refusal(const dr_comm *comm, const dr_agreement *mine, dr_agreement *of, int32_t rank)
+{
+    of->sentence[sizeof of->sentence - 1] = 0; /* it came from elsewhere */
+    if (rank == comm->rank)
+        return dr_fail((dr_status)mine->status, "%s", mine->sentence);
+    return dr_fail((dr_status)of->status, "rank %d refused: %s", rank, of->sentence);
+}
+
+dr_status dr_cp_agree(dr_comm *comm, const dr_agreement *mine, const char *const what[DR_AGREED])
+{
+    dr_agreement *all = dr_alloc((size_t)comm->size * sizeof *all);
+    if (all == NULL) {
+        dr_comm_abort(comm, "no memory for the agreement");
+        return dr_fail(DR_ERR_MEMORY, "plan: no memory for %d ranks", comm->size);
+    }
+    dr_status status = dr_comm_allgather(comm, mine, all, sizeof *mine);
+    for (int32_t r = 0; status == DR_OK && r < comm->size; r++)
+        if (all[r].status != DR_OK)
+            status = refusal(comm, mine, &all[r], r);
+    for (int32_t r = 1; status == DR_OK && r < comm->size; r++)
+        for (size_t i = 0; i < DR_AGREED && status == DR_OK; i++)
+            if (what[i] != NULL && all[r].digest[i] != all[0].digest[i])
+                status = dr_fail(DR_ERR_ARG, "%s: must be the same on all ranks, but rank %d differs from rank 0",
+                                 what[i], r);
+    dr_free(all);
+    return status;
+}
