@@ -514,9 +514,18 @@ static void test_write_refusals(void **state)
     REFUSED(dr_weights_write(NULL, e, 1, NULL, 0), DR_ERR_ARG, "path");
     REFUSED(dr_weights_write("/nonexistent/x", e, 1, NULL, 0), DR_ERR_IO, "cannot be created");
     assert_int_equal(walk_folder(false), 0);
-    assert_int_equal(mkdir(path, 0700), 0); /* cannot be renamed over */
-    REFUSED(dr_weights_write(path, e, 1, NULL, 0), DR_ERR_IO, "cannot be replaced");
+    assert_int_equal(mkdir(path, 0700), 0);
+    REFUSED(dr_weights_write(path, e, 1, NULL, 0), DR_ERR_IO, "not a regular file");
     assert_int_equal(walk_folder(false), 1);
+    /* A rename would have put a file in its place. */
+    struct stat at;
+    assert_int_equal(rmdir(path), 0);
+    assert_int_equal(mkfifo(path, 0600), 0);
+    REFUSED(dr_weights_write(path, e, 1, NULL, 0), DR_ERR_IO, "not a regular file");
+    assert_int_equal(stat(path, &at), 0);
+    assert_true(S_ISFIFO(at.st_mode));
+    assert_int_equal(walk_folder(false), 1);
+    assert_int_equal(unlink(path), 0);
 }
 
 /* A device that is full half way: the old file stays, nothing else does. */

@@ -217,7 +217,9 @@ static void l2norm_work(const walk *w, const dr_cpu_view *v, int64_t rows, int64
             dr_cpu_tile y = write_tile(&v[out], i, j, n, tile[2]);
             for (int64_t r = 0; r < m; r++) {
                 double rstd = 1 / sqrt(xx[r] + a->eps);
-                if (out == 2)
+                if (out == 2 && cols == 1) /* no direction to turn to: 1 - y^2 would cancel */
+                    y.at[r * y.ld] = (float)(a->eps * rstd * rstd * rstd * d.at[r * d.ld]);
+                else if (out == 2)
                     kern->norm_grad((int)n, (float)rstd, (float)(rstd * xd[r]), x.at + r * x.ld,
                                     d.at + r * d.ld, y.at + r * y.ld);
                 else

@@ -62,20 +62,32 @@ void dr_cpu_grad_store_head(const dr_pass *p, const dr_cpu_dims *d, const dr_cpu
         store_gate(p, d, s, j, lane, sums);
 }
 
+/* From the gradient of y = scale x / |x| (rstd NULL: scale x) to that of x, in place. With one
+ * column x / |x| has no direction to turn to: what eps leaves is stated, since 1 - y^2 cancels. */
+static void through_norm(const dr_cpu_dims *d, const dr_cpu_span *s, double eps, double scale,
+                         const float *y, const float *rstd, float *grad)
+{
+    if (rstd == NULL || d->K > 1) {
+        d->kern->grad_norm(s->c, (int)d->ldk, (float)scale, y, rstd, grad);
+        return;
+    }
+    for (int32_t i = 0; i < s->c; i++)
+        grad[i * d->ldk] *= (float)(scale * eps * rstd[i] * rstd[i] * rstd[i]);
+}
+
 void dr_cpu_grad_store_keys(const dr_pass *p, const dr_cpu_dims *d, const dr_cpu_span *s, int32_t h,
                             dr_grad_lane *lane)
 {
     const dr_problem *q = &p->plan->problem;
     const dr_cpu_keys *keys = &lane->keys;
-    const int ldk = (int)d->ldk;
     if (p->io->dq.data != NULL) {
-        d->kern->grad_norm(s->c, ldk, (float)q->scale, keys->q, q->l2norm ? keys->q_rstd : NULL,
-                           lane->dq);
+        through_norm(d, s, q->l2norm_eps, q->scale, keys->q, q->l2norm ? keys->q_rstd : NULL,
+                     lane->dq);
         dr_cpu_store_rows(d, lane->dq, d->ldk, s, h, d->K, &p->io->dq);
     }
     if (p->io->dk.data != NULL) {
         if (q->l2norm)
-            d->kern->grad_norm(s->c, ldk, 1, keys->k, keys->k_rstd, lane->dk);
+            through_norm(d, s, q->l2norm_eps, 1, keys->k, keys->k_rstd, lane->dk);
         dr_cpu_store_rows(d, lane->dk, d->ldk, s, h, d->K, &p->io->dk);
     }
 }

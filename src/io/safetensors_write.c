@@ -15,6 +15,7 @@
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 typedef struct request {
@@ -315,8 +316,19 @@ static dr_status open_new(const request *r, const char *path, char *name, size_t
     return io_failure(r, "a new file beside it cannot be created");
 }
 
+/* A rename would put the file in the place of a device or a pipe: what stands there must be a file. */
+static dr_status check_place(const request *r, const char *path)
+{
+    struct stat at;
+    if (stat(path, &at) == 0 && !S_ISREG(at.st_mode))
+        return dr_fail(DR_ERR_IO, "%s: exists and is not a regular file, it is left as it is",
+                       r->path.text);
+    return DR_OK;
+}
+
 static dr_status write_file(const request *r, const char *path)
 {
+    DR_TRY(check_place(r, path));
     size_t size = strlen(path) + 64;
     char *name = dr_alloc(size);
     int fd;
