@@ -45,14 +45,15 @@ typedef struct dr_pass {
                                recur may do everything and the others nothing */
     int32_t head0, head1;   /* value heads of this call, whole groups of a key head */
     int32_t col0, col1;     /* state columns of this call; col0 a multiple of 32 */
+    int64_t piece0, piece1; /* pieces of this call of recur; the other stages take all */
     dr_arena saved;         /* lives from forward to adjoint */
     dr_arena scratch;       /* dies with the trip */
     float *maps;            /* summarize: [N,HV,V+K,K] = [B; A] or [C; R] */
     const float *entry;     /* [N,HV,V,K] or NULL: io->initial_state / d_final_state, or zero */
     float *exit;            /* [N,HV,V,K] or NULL */
-    /* Where only some pieces matter, per piece n: its place in maps (-1: no map wanted), its place in
-     * entry (-1: as if entry were NULL). NULL: place n. Read through the two functions below. */
-    const int32_t *map_of, *entry_of;
+    /* Where only some pieces matter, per piece n: its place in maps (-1: no map wanted), in entry and
+     * exit (-1: as if NULL). NULL: place n. Read through the functions below. */
+    const int32_t *map_of, *entry_of, *exit_of;
 } dr_pass;
 
 /* Map of piece n and value head j, or NULL if none is wanted. */
@@ -70,6 +71,14 @@ DR_INLINE const float *dr_pass_entry(const dr_pass *p, int64_t n, int32_t j)
     const dr_problem *q = &p->plan->problem;
     int64_t at = p->entry == NULL ? -1 : p->entry_of != NULL ? p->entry_of[n] : n;
     return at < 0 ? NULL : p->entry + (at * q->value_heads + j) * q->value_dim * q->key_dim;
+}
+
+/* Where the exit [V,K] of piece n and value head j goes, or NULL. */
+DR_INLINE float *dr_pass_exit(const dr_pass *p, int64_t n, int32_t j)
+{
+    const dr_problem *q = &p->plan->problem;
+    int64_t at = p->exit == NULL ? -1 : p->exit_of != NULL ? p->exit_of[n] : n;
+    return at < 0 ? NULL : p->exit + (at * q->value_heads + j) * q->value_dim * q->key_dim;
 }
 
 typedef dr_status dr_stage(dr_pass *p);

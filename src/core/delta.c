@@ -56,6 +56,7 @@ static core_scratch pass_open(dr_pass *p, dr_stamp **saved, const dr_plan *plan,
     *p = (dr_pass){.dev = plan->ctx->dev, .plan = plan, .dir = dir, .staged = staged};
     p->head1 = plan->problem.value_heads;
     p->col1 = plan->problem.value_dim;
+    p->piece1 = plan->n_pieces;
     if (buffers != NULL) {
         p->saved = (dr_arena){.base = buffers->saved, .size = plan->saved};
         size_t scratch = staged ? plan->staged_scratch
@@ -300,6 +301,52 @@ dr_status dr_output(const dr_plan *plan, dr_direction dir, const dr_io *io,
     if (status == DR_OK)
         zero_tails(plan, &t.normal);
     return trip_close(&t, status, STAGE_DONE);
+}
+
+/* ---- windows ------------------------------------------------------------------------- */
+
+dr_status dr_windows_open(dr_windows *w, const dr_plan *plan, dr_direction dir, const dr_io *io,
+                          const dr_buffers *buffers)
+{
+    trip t;
+    DR_TRY(trip_open(&t, "dr_windows_open", plan, dir, io, buffers, 0));
+    void_saved(t.saved, dir);
+    w->pass = t.pass;
+    w->normal = t.normal;
+    w->saved = t.saved;
+    return DR_OK;
+}
+
+dr_status dr_windows_run(const dr_windows *w, dr_window_stage stage, const dr_window *x)
+{
+    dr_pass p = w->pass; /* a stage carves anew */
+    p.io = &w->normal;
+    p.head0 = x->head0;
+    p.head1 = x->head1;
+    p.col0 = x->col0;
+    p.col1 = x->col1;
+    p.piece0 = x->piece0;
+    p.piece1 = x->piece1;
+    p.entry = x->entry;
+    p.entry_of = x->entry_of;
+    p.exit = x->exit;
+    p.exit_of = x->exit_of;
+    const dr_stages *s = stages_of(&p);
+    dr_stage *const run[] = {s->prepare, s->recur, s->output};
+    dr_status status = run[stage](&p);
+    assert(!p.saved.overflow && !p.scratch.overflow);
+    return status;
+}
+
+void dr_windows_close(dr_windows *w, dr_status status)
+{
+    const dr_plan *plan = w->pass.plan;
+    if (status == DR_OK) {
+        zero_tails(plan, &w->normal);
+        if (w->pass.dir > 0 && w->saved != NULL)
+            *w->saved = (dr_stamp){.magic = MAGIC_SAVED, .plan = plan_digest(plan)};
+    }
+    pass_close(&w->pass);
 }
 
 /* ---- maps -------------------------------------------------------------------------- */

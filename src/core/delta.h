@@ -38,6 +38,34 @@ dr_status dr_recur_some(const dr_plan *plan, dr_direction dir, const dr_io *io,
                         const dr_buffers *buffers, const float *entry, const int32_t *entry_of,
                         float *exit);
 
+/*
+ * NOTE [Windows]: the stages of one staged trip, cut into windows of heads, state columns and
+ * pieces, in any order that respects: prepare before recur before output of the same heads. Prepare
+ * and output take all columns and pieces of their heads. What a window computes does not depend on
+ * the others; the order in which they run changes no bit.
+ */
+typedef struct dr_window {
+    int32_t head0, head1, col0, col1;
+    int64_t piece0, piece1;
+    const float *entry; /* as in dr_pass */
+    float *exit;
+    const int32_t *entry_of, *exit_of;
+} dr_window;
+
+typedef struct dr_windows {
+    dr_pass pass;
+    dr_io normal;
+    dr_stamp *saved;
+} dr_windows;
+
+typedef enum dr_window_stage { DR_WINDOW_PREPARE, DR_WINDOW_RECUR, DR_WINDOW_OUTPUT } dr_window_stage;
+
+/* After a success dr_windows_close must follow; status: whether all windows have run. */
+dr_status dr_windows_open(dr_windows *w, const dr_plan *plan, dr_direction dir, const dr_io *io,
+                          const dr_buffers *buffers);
+dr_status dr_windows_run(const dr_windows *w, dr_window_stage stage, const dr_window *x);
+void dr_windows_close(dr_windows *w, dr_status status);
+
 dr_status dr_buffers_alloc(size_t saved, size_t scratch, dr_buffers *out);
 dr_status dr_buffers_check(const dr_buffers *b, size_t saved, bool saved_required, size_t scratch);
 

@@ -11,6 +11,7 @@
 
 static const dr_cp_protocol *const protocols[] = {
     &dr_cp_p2p,
+    &dr_cp_relay,
     &dr_cp_allgather,
     &dr_cp_grouped,
     &dr_cp_doubling,

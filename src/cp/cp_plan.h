@@ -61,7 +61,7 @@ typedef struct dr_cp_protocol {
     dr_generate *generate_adjoint; /* where it is not generate on the reversed chain */
 } dr_cp_protocol;
 
-extern const dr_cp_protocol dr_cp_p2p, dr_cp_allgather, dr_cp_grouped, dr_cp_doubling;
+extern const dr_cp_protocol dr_cp_p2p, dr_cp_relay, dr_cp_allgather, dr_cp_grouped, dr_cp_doubling;
 extern const dr_cp_engine dr_cp_programs;
 
 /* DR_OK, or the whole reason in one sentence. spec may be NULL. */

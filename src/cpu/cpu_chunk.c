@@ -64,7 +64,7 @@ void dr_cpu_saved_carve(dr_pass *p, const dr_cpu_dims *d, dr_cpu_saved *out)
 
 dr_cpu_cut dr_cpu_cut_of(const dr_pass *p, const dr_cpu_dims *d, int32_t most, bool whole)
 {
-    const int64_t threads = p->dev->pool.threads, N = p->plan->n_pieces;
+    const int64_t threads = p->dev->pool.threads, N = p->piece1 - p->piece0;
     const bool tiled = p->plan->problem.head_map == DR_HEADS_TILED && d->G > 1;
     dr_cpu_cut c = {.key0 = tiled ? 0 : p->head0 / d->G, .units = p->head1 - p->head0};
     const int64_t grain = whole ? d->G : 1, grains = c.units / grain;
@@ -183,7 +183,7 @@ static part part_of(const forward *f, int64_t task)
     const dr_cpu_cut *c = &f->cut;
     part x;
     int64_t col = task % c->col_runs, run = task / c->col_runs % c->runs;
-    x.n = task / c->col_runs / c->runs;
+    x.n = f->p->piece0 + task / c->col_runs / c->runs;
     x.u0 = (int32_t)run * c->run;
     x.u1 = (int32_t)dr_min(x.u0 + c->run, c->units);
     x.n0 = f->p->col0 + (int32_t)col * c->cols;
@@ -325,9 +325,9 @@ static void enter(const forward *f, const part *x, int32_t j, float *S)
 static void leave(const forward *f, const part *x, int32_t j, const float *S)
 {
     const dr_pass *p = f->p;
-    const int64_t size = (int64_t)f->d.V * f->d.K;
-    if (p->exit != NULL) {
-        const dr_tensor to = dr_cpu_turned(p->exit + (x->n * f->d.HV + j) * size, f->d.K, f->d.V);
+    float *exit = dr_pass_exit(p, x->n, j);
+    if (exit != NULL) {
+        const dr_tensor to = dr_cpu_turned(exit, f->d.K, f->d.V);
         dr_cpu_store_state(&f->d, S, 0, 0, x->n0, x->n1, &to);
     }
     dr_cpu_store_state(&f->d, S, slot_of(p, x->n), j, x->n0, x->n1, &p->io->final_state);

@@ -96,6 +96,8 @@ static void carve(dr_pass *p, adjoint *a)
 
     dr_pass whole = *p; /* memory must not depend on the window */
     whole.head0 = whole.col0 = 0;
+    whole.piece0 = 0;
+    whole.piece1 = plan->n_pieces;
     whole.head1 = d->HV;
     whole.col1 = d->V;
     const dr_cpu_cut cut = dr_cpu_cut_of(&whole, d, RUN, true);
@@ -168,7 +170,7 @@ static part part_of(const adjoint *a, int64_t n, int64_t run, int64_t col)
 static part part_of_task(const adjoint *a, int64_t task)
 {
     const dr_cpu_cut *c = &a->cut;
-    return part_of(a, task / c->col_runs / c->runs, task / c->col_runs % c->runs,
+    return part_of(a, a->p->piece0 + task / c->col_runs / c->runs, task / c->col_runs % c->runs,
                    task % c->col_runs);
 }
 
@@ -287,9 +289,9 @@ static void enter(const adjoint *a, const part *x, int32_t j, float *D)
 static void leave(const adjoint *a, const part *x, int32_t j, const float *D)
 {
     const dr_pass *p = a->p;
-    if (p->exit != NULL) {
-        const int64_t at = (x->n * a->d.HV + j) * a->d.V * a->d.K;
-        const dr_tensor to = dr_cpu_turned(p->exit + at, a->d.K, a->d.V);
+    float *exit = dr_pass_exit(p, x->n, j);
+    if (exit != NULL) {
+        const dr_tensor to = dr_cpu_turned(exit, a->d.K, a->d.V);
         dr_cpu_store_state(&a->d, D, 0, 0, x->n0, x->n1, &to);
     }
     dr_cpu_store_state(&a->d, D, x->n, j, x->n0, x->n1, &p->io->d_initial_state);

@@ -126,9 +126,9 @@ void dr_ref_store_exit(const dr_pass *p, int64_t piece, int32_t j, int32_t c0, i
                        const double *S)
 {
     const dr_problem *q = &p->plan->problem;
-    dr_tensor exit = v_major(p->exit, p->plan->n_pieces, q->value_heads, q->key_dim, q->value_dim);
+    dr_tensor exit = v_major(dr_pass_exit(p, piece, j), 1, 1, q->key_dim, q->value_dim);
     const dr_tensor *own = p->dir > 0 ? &p->io->final_state : &p->io->d_initial_state;
-    dr_ref_store_state(&exit, piece, j, q->key_dim, c0, n, S);
+    dr_ref_store_state(&exit, 0, 0, q->key_dim, c0, n, S);
     dr_ref_store_state(own, slot_of(p, piece), j, q->key_dim, c0, n, S);
 }
 
@@ -242,7 +242,7 @@ static void walk_piece(void *arg, int64_t task, int32_t lane)
     const dr_pass *p = w->p;
     const dr_problem *q = &p->plan->problem;
     int32_t heads = p->head1 - p->head0, j = p->head0 + (int32_t)(task % heads);
-    int64_t m = task / heads;
+    int64_t m = p->piece0 + task / heads;
     const dr_piece *piece = &p->plan->pieces[m];
     int32_t K = q->key_dim, c0 = p->col0, n = p->col1 - p->col0;
     dr_ref_lane *at = &w->trip.lanes[lane];
@@ -272,7 +272,7 @@ static void walk_piece(void *arg, int64_t task, int32_t lane)
 static dr_status run_walk(dr_pass *p, bool states, bool outputs)
 {
     walk w = {p, dr_ref_carve(p), states, outputs};
-    int64_t tasks = p->plan->n_pieces * (p->head1 - p->head0);
+    int64_t tasks = (p->piece1 - p->piece0) * (p->head1 - p->head0);
     dr_pool_run(&p->dev->pool, tasks, walk_piece, &w);
     return DR_OK;
 }

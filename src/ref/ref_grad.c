@@ -286,7 +286,7 @@ static void retreat_piece(void *arg, int64_t task, int32_t lane)
     const grad *w = arg;
     const dr_pass *p = w->p;
     int32_t heads = p->head1 - p->head0, j = p->head0 + (int32_t)(task % heads);
-    int64_t m = task / heads;
+    int64_t m = p->piece0 + task / heads;
     const dr_piece *piece = &p->plan->pieces[m];
     int32_t K = p->plan->problem.key_dim, c0 = p->col0, n = p->col1 - p->col0;
     dr_ref_lane *at = &w->trip.lanes[lane];
@@ -305,7 +305,7 @@ dr_status dr_ref_adjoint_recur(dr_pass *p)
     if (!p->staged)
         return run_gradients(p);
     grad w = {p, dr_ref_carve(p)};
-    int64_t tasks = p->plan->n_pieces * (p->head1 - p->head0);
+    int64_t tasks = (p->piece1 - p->piece0) * (p->head1 - p->head0);
     dr_pool_run(&p->dev->pool, tasks, retreat_piece, &w);
     return DR_OK;
 }
