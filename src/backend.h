@@ -45,7 +45,8 @@ typedef struct dr_pass {
                                recur may do everything and the others nothing */
     int32_t head0, head1;   /* value heads of this call, whole groups of a key head */
     int32_t col0, col1;     /* state columns of this call; col0 a multiple of 32 */
-    int64_t piece0, piece1; /* pieces of this call of recur; the other stages take all */
+    int64_t piece0, piece1; /* pieces of this call. Sums over tokens (da_log, ddt_bias) are right after
+                               the last call of their heads */
     dr_arena saved;         /* lives from forward to adjoint */
     dr_arena scratch;       /* dies with the trip */
     float *maps;            /* summarize: [N,HV,V+K,K] = [B; A] or [C; R] */

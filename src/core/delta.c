@@ -133,30 +133,60 @@ static dr_status run_pass(dr_pass *p)
     return s->output(p);
 }
 
-static dr_status run(const dr_plan *plan, const dr_io *io, const dr_buffers *buffers, int dir)
+dr_status dr_windows_open(dr_windows *w, const dr_plan *plan, const dr_io *io,
+                          const dr_buffers *buffers, int dir)
 {
     if (plan == NULL)
         return dr_fail(DR_ERR_ARG, "plan: must not be NULL");
     DR_TRY(dr_buffers_check(buffers, plan->saved, dir < 0,
                             dir > 0 ? plan->forward_scratch : plan->backward_scratch));
-    dr_pass p;
-    dr_stamp *saved;
-    core_scratch own = pass_open(&p, &saved, plan, buffers, dir, false);
-    dr_io normal;
-    dr_status status = dr_io_normalise(plan, io, dir, own.order, &normal);
+    core_scratch own = pass_open(&w->pass, &w->saved, plan, buffers, dir, false);
+    dr_status status = dr_io_normalise(plan, io, dir, own.order, &w->normal);
     if (status == DR_OK)
-        status = dir < 0 ? check_saved(saved, plan) : check_outputs(plan, &normal);
-    if (status == DR_OK) {
-        void_saved(saved, dir);
-        p.io = &normal;
-        status = run_pass(&p);
+        status = dir < 0 ? check_saved(w->saved, plan) : check_outputs(plan, &w->normal);
+    if (status == DR_OK)
+        void_saved(w->saved, dir);
+    else
+        pass_close(&w->pass);
+    return status;
+}
+
+dr_status dr_windows_run(const dr_windows *w, const dr_window *x)
+{
+    dr_pass p = w->pass; /* every window carves anew */
+    p.io = &w->normal;
+    if (x != NULL) {
+        p.head0 = x->head0;
+        p.head1 = x->head1;
+        p.piece0 = x->piece0;
+        p.piece1 = x->piece1;
+        p.entry = x->entry;
+        p.entry_of = x->entry_of;
+        p.exit = x->exit;
+        p.exit_of = x->exit_of;
     }
+    dr_status status = run_pass(&p);
+    assert(!p.saved.overflow && !p.scratch.overflow);
+    return status;
+}
+
+void dr_windows_close(dr_windows *w, dr_status status)
+{
+    const dr_plan *plan = w->pass.plan;
     if (status == DR_OK) {
-        zero_tails(plan, &normal);
-        if (dir > 0 && saved != NULL)
-            *saved = (dr_stamp){.magic = MAGIC_SAVED, .plan = plan_digest(plan)};
+        zero_tails(plan, &w->normal);
+        if (w->pass.dir > 0 && w->saved != NULL)
+            *w->saved = (dr_stamp){.magic = MAGIC_SAVED, .plan = plan_digest(plan)};
     }
-    pass_close(&p);
+    pass_close(&w->pass);
+}
+
+static dr_status run(const dr_plan *plan, const dr_io *io, const dr_buffers *buffers, int dir)
+{
+    dr_windows w;
+    DR_TRY(dr_windows_open(&w, plan, io, buffers, dir));
+    dr_status status = dr_windows_run(&w, NULL);
+    dr_windows_close(&w, status);
     return status;
 }
 
@@ -301,52 +331,6 @@ dr_status dr_output(const dr_plan *plan, dr_direction dir, const dr_io *io,
     if (status == DR_OK)
         zero_tails(plan, &t.normal);
     return trip_close(&t, status, STAGE_DONE);
-}
-
-/* ---- windows ------------------------------------------------------------------------- */
-
-dr_status dr_windows_open(dr_windows *w, const dr_plan *plan, dr_direction dir, const dr_io *io,
-                          const dr_buffers *buffers)
-{
-    trip t;
-    DR_TRY(trip_open(&t, "dr_windows_open", plan, dir, io, buffers, 0));
-    void_saved(t.saved, dir);
-    w->pass = t.pass;
-    w->normal = t.normal;
-    w->saved = t.saved;
-    return DR_OK;
-}
-
-dr_status dr_windows_run(const dr_windows *w, dr_window_stage stage, const dr_window *x)
-{
-    dr_pass p = w->pass; /* a stage carves anew */
-    p.io = &w->normal;
-    p.head0 = x->head0;
-    p.head1 = x->head1;
-    p.col0 = x->col0;
-    p.col1 = x->col1;
-    p.piece0 = x->piece0;
-    p.piece1 = x->piece1;
-    p.entry = x->entry;
-    p.entry_of = x->entry_of;
-    p.exit = x->exit;
-    p.exit_of = x->exit_of;
-    const dr_stages *s = stages_of(&p);
-    dr_stage *const run[] = {s->prepare, s->recur, s->output};
-    dr_status status = run[stage](&p);
-    assert(!p.saved.overflow && !p.scratch.overflow);
-    return status;
-}
-
-void dr_windows_close(dr_windows *w, dr_status status)
-{
-    const dr_plan *plan = w->pass.plan;
-    if (status == DR_OK) {
-        zero_tails(plan, &w->normal);
-        if (w->pass.dir > 0 && w->saved != NULL)
-            *w->saved = (dr_stamp){.magic = MAGIC_SAVED, .plan = plan_digest(plan)};
-    }
-    pass_close(&w->pass);
 }
 
 /* ---- maps -------------------------------------------------------------------------- */

@@ -39,13 +39,12 @@ dr_status dr_recur_some(const dr_plan *plan, dr_direction dir, const dr_io *io,
                         float *exit);
 
 /*
- * NOTE [Windows]: the stages of one staged trip, cut into windows of heads, state columns and
- * pieces, in any order that respects: prepare before recur before output of the same heads. Prepare
- * and output take all columns and pieces of their heads. What a window computes does not depend on
- * the others; the order in which they run changes no bit.
+ * NOTE [Windows]: one trip with fused stages, cut into windows of heads (whole groups of a key head)
+ * and pieces, in any order that gives every head and piece once. What a window computes does not
+ * depend on the others, so the order changes no bit. A plain forward or backward is one window.
  */
 typedef struct dr_window {
-    int32_t head0, head1, col0, col1;
+    int32_t head0, head1;
     int64_t piece0, piece1;
     const float *entry; /* as in dr_pass */
     float *exit;
@@ -58,12 +57,10 @@ typedef struct dr_windows {
     dr_stamp *saved;
 } dr_windows;
 
-typedef enum dr_window_stage { DR_WINDOW_PREPARE, DR_WINDOW_RECUR, DR_WINDOW_OUTPUT } dr_window_stage;
-
-/* After a success dr_windows_close must follow; status: whether all windows have run. */
-dr_status dr_windows_open(dr_windows *w, const dr_plan *plan, dr_direction dir, const dr_io *io,
-                          const dr_buffers *buffers);
-dr_status dr_windows_run(const dr_windows *w, dr_window_stage stage, const dr_window *x);
+/* After a success dr_windows_close must follow; its status: whether all windows have run. */
+dr_status dr_windows_open(dr_windows *w, const dr_plan *plan, const dr_io *io,
+                          const dr_buffers *buffers, int dir);
+dr_status dr_windows_run(const dr_windows *w, const dr_window *x); /* NULL: all */
 void dr_windows_close(dr_windows *w, dr_status status);
 
 dr_status dr_buffers_alloc(size_t saved, size_t scratch, dr_buffers *out);

@@ -478,7 +478,7 @@ static void recur_task(void *arg, int64_t task, int32_t lane_index)
 static void output_task(void *arg, int64_t task, int32_t lane_index)
 {
     const adjoint *a = arg;
-    const int64_t slot = task / a->cut.runs, split = slot % a->splits;
+    const int64_t slot = a->p->piece0 * a->splits + task / a->cut.runs, split = slot % a->splits;
     const part x = part_of(a, slot / a->splits, task % a->cut.runs, 0);
     clear_sums(a, &x, slot);
     walk(a, &a->lanes[lane_index], &x, x.piece->chunks * split / a->splits,
@@ -506,7 +506,8 @@ static void run_output(dr_pass *p)
     open_stage(p, RUN, true, &a);
     if (!a.want)
         return;
-    dr_pool_run(&p->dev->pool, a.slots * a.cut.runs, output_task, &a);
+    const int64_t slots = (p->piece1 - p->piece0) * a.splits;
+    dr_pool_run(&p->dev->pool, slots * a.cut.runs, output_task, &a);
     store_sums(&a);
 }
 

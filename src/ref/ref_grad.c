@@ -225,7 +225,7 @@ static void gradients_of_piece(void *arg, int64_t task, int32_t lane)
     const dr_piece *piece = &p->plan->pieces[m];
     dr_ref_lane *at = &w->trip.lanes[lane];
     int32_t j0 = dr_value_head(q, h, 0);
-    if (j0 < p->head0 || j0 >= p->head1)
+    if (j0 < p->head0 || j0 >= p->head1 || m < p->piece0 || m >= p->piece1)
         return;
     for (int32_t g = 0; g < G; g++) {
         int32_t j = dr_value_head(q, h, g);
