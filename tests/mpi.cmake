@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+# The groups of libdeltarule_mpi: test_mpi_api alone, the others under the launcher of the MPI in use.
+function(dr_mpi_group group)
+  add_executable(${group} ${group}.c)
+  target_include_directories(${group} PRIVATE ${CMAKE_SOURCE_DIR}/src ${CMAKE_SOURCE_DIR}/tests
+    ${CMOCKA_INCLUDE})
+  target_compile_definitions(${group} PRIVATE _GNU_SOURCE)
+  target_link_libraries(${group} PRIVATE dr_mpi_static dr_static dr_flags ${CMOCKA_LIBRARY}
+    OpenMP::OpenMP_C ${BLAS_LIBRARIES} Threads::Threads m)
+endfunction()
+function(dr_mpi_test name)
+  add_test(NAME ${name} COMMAND ${ARGN})
+  # An MPI keeps memory to its end; a machine with fewer cores than ranks needs waiting lanes that sleep.
+  set_tests_properties(${name} PROPERTIES TIMEOUT 300 RUN_SERIAL ON
+    ENVIRONMENT "OMP_WAIT_POLICY=passive;OMP_NUM_THREADS=1;ASAN_OPTIONS=detect_leaks=0")
+endfunction()
+
+dr_mpi_group(test_mpi)
+if(DR_MPIRUN)
+  foreach(ranks 2 3 5)
+    dr_mpi_test(test_mpi_${ranks} ${DR_MPIRUN} ${DR_MPIRUN_FLAGS} -n ${ranks} $<TARGET_FILE:test_mpi>)
+  endforeach()
+endif()
