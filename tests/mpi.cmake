@@ -16,8 +16,15 @@ function(dr_mpi_test name)
 endfunction()
 
 dr_mpi_group(test_mpi)
+dr_mpi_group(test_mpi_faults)
 if(DR_MPIRUN)
+  set(run ${DR_MPIRUN} ${DR_MPIRUN_FLAGS} -n)
   foreach(ranks 2 3 5)
-    dr_mpi_test(test_mpi_${ranks} ${DR_MPIRUN} ${DR_MPIRUN_FLAGS} -n ${ranks} $<TARGET_FILE:test_mpi>)
+    dr_mpi_test(test_mpi_${ranks} ${run} ${ranks} $<TARGET_FILE:test_mpi>)
   endforeach()
+  dr_mpi_test(test_mpi_faults ${run} 3 $<TARGET_FILE:test_mpi_faults>)
+  # The launcher ends the job by itself, with a status that says so.
+  dr_mpi_test(test_mpi_killed sh -c
+    "timeout 30 \"$@\" && exit 1 || test $? -ne 124" sh
+    ${run} 3 $<TARGET_FILE:test_mpi_faults> killed)
 endif()

@@ -29,6 +29,8 @@ extern "C" {
  *           A process that dies is the launcher's business: mpirun ends the job, and no later than
  *           its time limit a wait for it returns DR_ERR_COMM. After a failure close stays up to two
  *           seconds to let the others take what was sent to them.
+ *           MPICH raises failures of messages on MPI_COMM_WORLD: with its default handler there,
+ *           MPI_ERRORS_ARE_FATAL, a receive that is too small ends the job instead.
  * Errors    ERR_ARG (no MPI, too few threads, null or inter-communicator), ERR_MEMORY on any rank,
  *           ERR_COMM (MPI's own failures, with MPI's text). */
 DR_API dr_status dr_comm_mpi_create(MPI_Comm comm, dr_comm **out);

@@ -56,8 +56,10 @@ void dr_mpi_give_up(mpi_comm *c, const char *format, ...)
     c->told = true;
     memcpy(c->notice, c->why, sizeof c->notice);
     for (int r = 0; r < c->base.size; r++)
-        if (r == c->base.rank || MPI_Isend(c->notice, WHY, MPI_CHAR, r, 0, c->control,
-                                           &c->notices[r]) != MPI_SUCCESS)
+        if (r != c->base.rank && MPI_Isend(c->notice, WHY, MPI_CHAR, r, 0, c->control,
+                                           &c->notices[r]) == MPI_SUCCESS)
+            c->sent[r].notices++;
+        else
             c->notices[r] = MPI_REQUEST_NULL;
 }
 
@@ -87,6 +89,7 @@ void dr_mpi_hear(mpi_comm *c)
             return;
         }
         why[WHY - 1] = 0;
+        c->received[status.MPI_SOURCE].notices++;
         if (c->base.health == DR_OK) {
             snprintf(c->why, sizeof c->why, "rank %d: %.220s", status.MPI_SOURCE, why);
             c->base.health = DR_ERR_COMM;
@@ -133,6 +136,7 @@ bool dr_mpi_start(mpi_comm *c, mpi_batch *b, leg l, void *data)
     b->legs[b->n++] = l;
     b->left++;
     b->receives += !l.is_send;
+    c->sent[l.peer].messages += l.is_send;
     return true;
 }
 
@@ -158,7 +162,7 @@ void dr_mpi_collect(mpi_batch *b)
 {
     mpi_comm *c = (mpi_comm *)b->base.comm;
     while (b->left > 0) {
-        int i = MPI_UNDEFINED, ended = 0;
+        int i = MPI_UNDEFINED, ended = 0, cancelled = 0;
         MPI_Status status;
         int code = MPI_Testany(b->n, b->requests, &i, &ended, &status);
         if (code == MPI_SUCCESS && !ended)
@@ -170,7 +174,12 @@ void dr_mpi_collect(mpi_batch *b)
         }
         b->requests[i] = MPI_REQUEST_NULL; /* after an error MPI may not do it */
         b->left--;
-        b->receives -= !b->legs[i].is_send;
+        if (!b->legs[i].is_send) {
+            b->receives--;
+            if (code == MPI_SUCCESS)
+                MPI_Test_cancelled(&status, &cancelled);
+            c->received[b->legs[i].peer].messages += !cancelled;
+        }
         if (!b->spoilt)
             check_arrival(c, b, &b->legs[i], &status, code);
     }

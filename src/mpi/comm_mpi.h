@@ -32,12 +32,18 @@ typedef struct mpi_batch {
     MPI_Request requests[];
 } mpi_batch;
 
+/* What went from one rank to another, or came. */
+typedef struct tally {
+    uint32_t messages, notices;
+} tally;
+
 typedef struct mpi_comm {
     dr_comm base;
     MPI_Comm data, control;
     mpi_batch *kept; /* NOTE [What MPI keeps] */
     bool told;       /* notices are on their way */
     char why[WHY], notice[WHY];
+    tally *sent, *received, *expected; /* [size] each; expected: NOTE [Leaving] */
     MPI_Request notices[];
 } mpi_comm;
 

@@ -2,14 +2,16 @@
 /*
  * comm_mpi_open.c - opening, splitting and closing the MPI communicator: everything that is collective.
  *
- * NOTE [Leaving]: after a failure, ranks that close receive and drop what is still addressed to
- * them, so that every send ends; whose sends have ended enters a barrier, and when the barrier is
- * through there is no message left. If it is not in time, the memory that MPI may look at is left
- * to MPI for the rest of the process.
+ * NOTE [Leaving]: MPI may give the place of a freed communicator to a new one, and what was never
+ * received would turn up there. After a failure, ranks that close therefore tell each other how many
+ * messages they have sent, and receive and drop until they have seen as many. Whoever is through, with
+ * its own sends ended, frees. Who is not in time leaves the memory that MPI may look at, and the
+ * communicators, to MPI for the rest of the process.
  */
 #include "mpi/comm_mpi.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 static const double grace_close = 2.0; /* seconds */
 
@@ -24,7 +26,8 @@ static dr_status adopt(MPI_Comm data, double timeout, dr_status mine, dr_comm **
     MPI_Comm_rank(data, &rank);
     MPI_Comm_size(data, &size);
     mpi_comm *c = calloc(1, sizeof *c + (size_t)size * sizeof(MPI_Request));
-    if (c == NULL && mine == DR_OK)
+    tally *tallies = calloc(3 * (size_t)size, sizeof *tallies);
+    if ((c == NULL || tallies == NULL) && mine == DR_OK)
         mine = dr_mpi_refuse(DR_ERR_MEMORY, "comm: no memory for %d ranks", size);
     int status = (int)mine, code = MPI_Comm_dup(data, &control);
     if (code == MPI_SUCCESS)
@@ -33,12 +36,16 @@ static dr_status adopt(MPI_Comm data, double timeout, dr_status mine, dr_comm **
         c->base = (dr_comm){&dr_mpi_ops, rank, size, DR_OK, timeout};
         c->data = data;
         c->control = control;
+        c->sent = tallies;
+        c->received = tallies + size;
+        c->expected = tallies + 2 * (size_t)size;
         for (int r = 0; r < size; r++)
             c->notices[r] = MPI_REQUEST_NULL;
         *out = &c->base;
         return DR_OK;
     }
     free(c);
+    free(tallies);
     if (control != MPI_COMM_NULL)
         MPI_Comm_free(&control);
     MPI_Comm_free(&data);
@@ -151,26 +158,35 @@ static bool settled(mpi_comm *c)
     return c->kept == NULL && out;
 }
 
+static bool all_received(const mpi_comm *c)
+{
+    return memcmp(c->received, c->expected, (size_t)c->base.size * sizeof(tally)) == 0;
+}
+
 static bool leave(mpi_comm *c)
 {
     double end = MPI_Wtime() + (c->base.timeout < grace_close ? c->base.timeout : grace_close);
-    MPI_Request barrier = MPI_REQUEST_NULL;
-    bool entered = false;
+    MPI_Request counts;
+    int told = 0;
+    if (MPI_Ialltoall(c->sent, 2, MPI_UINT32_T, c->expected, 2, MPI_UINT32_T, c->control, &counts) !=
+        MPI_SUCCESS)
+        return false;
     for (unsigned looks = 0; MPI_Wtime() < end; looks++) {
-        int through = 0;
         drop_message(c);
         dr_mpi_hear(c);
-        bool quiet = settled(c);
-        if (!entered && quiet) {
-            if (MPI_Ibarrier(c->control, &barrier) != MPI_SUCCESS)
-                return false;
-            entered = true;
-        }
-        if (entered && quiet && MPI_Test(&barrier, &through, MPI_STATUS_IGNORE) == MPI_SUCCESS && through)
+        if (!told && MPI_Test(&counts, &told, MPI_STATUS_IGNORE) != MPI_SUCCESS)
+            return false;
+        if (settled(c) && told && all_received(c))
             return true;
         dr_mpi_rest(looks);
     }
     return false;
+}
+
+static void comm_free(mpi_comm *c)
+{
+    free(c->sent);
+    free(c);
 }
 
 void dr_mpi_close(dr_comm *comm)
@@ -179,7 +195,7 @@ void dr_mpi_close(dr_comm *comm)
     int finalized = 0;
     MPI_Finalized(&finalized);
     if (finalized) { /* too late for MPI, which has freed what it held */
-        free(c);
+        comm_free(c);
         return;
     }
     dr_mpi_hear(c);
@@ -187,5 +203,5 @@ void dr_mpi_close(dr_comm *comm)
         return;
     MPI_Comm_free(&c->control);
     MPI_Comm_free(&c->data);
-    free(c);
+    comm_free(c);
 }
