@@ -15,6 +15,20 @@ function(dr_mpi_test name)
     ENVIRONMENT "OMP_WAIT_POLICY=passive;OMP_NUM_THREADS=1;ASAN_OPTIONS=detect_leaks=0")
 endfunction()
 
+dr_mpi_group(test_mpi_api)
+add_dependencies(test_mpi_api dr_mpi_shared)
+set(flags ${MPI_C_COMPILE_OPTIONS})
+foreach(folder ${MPI_C_INCLUDE_DIRS})
+  list(APPEND flags -isystem ${folder})
+endforeach()
+string(REPLACE ";" " " flags "${flags}")
+target_compile_definitions(test_mpi_api PRIVATE DR_TEST_ROOT="${CMAKE_SOURCE_DIR}"
+  DR_TEST_CC="${CMAKE_C_COMPILER}" DR_TEST_MPI_FLAGS="${flags}" DR_TEST_LIBRARY="$<TARGET_FILE:dr_shared>"
+  DR_TEST_MPI_LIBRARY="$<TARGET_FILE:dr_mpi_shared>")
+foreach(level single funneled)
+  dr_mpi_test(test_mpi_api_${level} env DR_TEST_LEVEL=${level} $<TARGET_FILE:test_mpi_api>)
+endforeach()
+
 dr_mpi_group(test_mpi)
 dr_mpi_group(test_mpi_faults)
 if(DR_MPIRUN)
