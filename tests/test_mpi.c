@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * test_mpi.c - ranks that are MPI processes compute what one rank does: outputs, states and every
- * gradient, for protocols x partitions x layouts x variants, over the world and over every other rank of
- * it in reverse. Also the transfers themselves: order, self, pieces, polling.
+ * gradient, for protocols x partitions x layouts x variants, over the world and over every other
+ * rank of it in reverse. Also the transfers themselves: order, self, pieces, polling.
  */
 #include "test_mpi.h"
 
-static const char *const protocols[] = {"p2p", "allgather", "grouped:1", "grouped:2", "grouped:3", "doubling"};
+static const char *const protocols[] = {"p2p",       "allgather", "grouped:1",
+                                        "grouped:2", "grouped:3", "doubling"};
 
 enum { MAX_FRAGMENTS = 64 };
 
@@ -21,7 +22,8 @@ static spec spec_of(dr_variant variant, const int64_t *offsets, int64_t sequence
 }
 
 /* The error of each tensor over all ranks, against the norm of the whole. */
-static void expect_whole(const span *s, const trial *x, const result *want, MPI_Comm ranks, const char *what)
+static void expect_whole(const span *s, const trial *x, const result *want, MPI_Comm ranks,
+                         const char *what)
 {
     double error[SLOTS] = {0}, sum[SLOTS];
     for (int i = 0; i < SLOTS; i++) {
@@ -38,7 +40,8 @@ static void expect_whole(const span *s, const trial *x, const result *want, MPI_
     }
     MPI_Allreduce(error, sum, SLOTS, MPI_DOUBLE, MPI_SUM, ranks);
     for (int i = 0; i < SLOTS; i++)
-        if (want->value[i] != NULL && !(sqrt(sum[i]) <= 1e-5 * norm_of(want->value[i], want->count[i])))
+        if (want->value[i] != NULL &&
+            !(sqrt(sum[i]) <= 1e-5 * norm_of(want->value[i], want->count[i])))
             fail_msg("%s: %s is off by %g", what, slots[i].name,
                      sqrt(sum[i]) / norm_of(want->value[i], want->count[i]));
 }
@@ -50,22 +53,24 @@ static void expect_bits(const span *got, const span *want, const trial *x, const
         int64_t width = slot_row(x, i, &of_state), n = of_state ? got->pieces : got->tokens;
         for (int64_t r = 0; r < n && width > 0; r++)
             if ((!of_state || piece_counts(i, &got->piece[r])) &&
-                memcmp(got->t[i] + r * width, want->t[i] + r * width, (size_t)width * sizeof(float)) != 0)
-                fail_msg("%s: row %lld of %s has other bits than with p2p", what, (long long)r, slots[i].name);
+                memcmp(got->t[i] + r * width, want->t[i] + r * width,
+                       (size_t)width * sizeof(float)) != 0)
+                fail_msg("%s: row %lld of %s has other bits than with p2p", what, (long long)r,
+                         slots[i].name);
     }
 }
 
 /* One trial by all protocols. */
-static void run_protocols(dr_comm *comm, MPI_Comm ranks, trial *x, const char *backend, const char *cut,
-                          const dr_partition *partition, const result *want)
+static void run_protocols(dr_comm *comm, MPI_Comm ranks, trial *x, const char *backend,
+                          const char *cut, const dr_partition *partition, const result *want)
 {
     span first = {0};
     for (size_t i = 0; i < DR_COUNT(protocols); i++) {
         char what[160];
         span s;
         snprintf(what, sizeof what, "%s %s %s %s, %lld documents, rank %d of %d", backend,
-                 x->p.variant == DR_KDA ? "kda" : "gdn", protocols[i], cut, (long long)x->N, comm->rank,
-                 comm->size);
+                 x->p.variant == DR_KDA ? "kda" : "gdn", protocols[i], cut, (long long)x->N,
+                 comm->rank, comm->size);
         MUST(span_plan(&s, comm, x, backend, partition, protocols[i]));
         span_fill(&s, comm, x, partition);
         MUST(dr_cp_forward(s.plan, &s.io, &s.b));
@@ -151,8 +156,8 @@ static void test_subgroups(void **state)
     dr_comm_close(world);
 }
 
-/* Transfers of several batches match in the order posted, to itself as to others; what MPI sees of the
- * sender's buffer is what it held when posted. */
+/* Transfers of several batches match in the order posted, to itself as to others; what MPI sees of
+ * the sender's buffer is what it held when posted. */
 static void test_order(void **state)
 {
     (void)state;
@@ -225,8 +230,9 @@ static void test_allgather(void **state)
 int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_world),  cmocka_unit_test(test_subgroups), cmocka_unit_test(test_order),
-        cmocka_unit_test(test_pieces), cmocka_unit_test(test_allgather),
+        cmocka_unit_test(test_world),     cmocka_unit_test(test_subgroups),
+        cmocka_unit_test(test_order),     cmocka_unit_test(test_pieces),
+        cmocka_unit_test(test_allgather),
     };
     return mpi_main(argc, argv, "mpi", tests, DR_COUNT(tests));
 }

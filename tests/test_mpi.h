@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_mpi.h - what the groups under mpirun share: every rank runs the same cmocka tests in the same
- * order, and a rank whose test fails aborts, whereupon the launcher ends the job. Also one rank's part
- * of a trial: its rows of every tensor, run over a communicator.
+ * test_mpi.h - what the groups under mpirun share: every rank runs the same cmocka tests in the
+ * same order, and a rank whose test fails aborts, whereupon the launcher ends the job. Also one
+ * rank's part of a trial: its rows of every tensor, run over a communicator.
  */
 #ifndef DR_TEST_MPI_H
 #define DR_TEST_MPI_H
@@ -17,7 +17,8 @@
 
 static int world_rank, world_size;
 
-static inline int mpi_main(int argc, char **argv, const char *name, const struct CMUnitTest *tests, size_t n)
+static inline int mpi_main(int argc, char **argv, const char *name, const struct CMUnitTest *tests,
+                           size_t n)
 {
     int level, failed;
     setenv("CMOCKA_TEST_ABORT", "1", 1);
@@ -44,7 +45,7 @@ typedef struct span {
     dr_context *ctx;
     dr_buffers b;
     int64_t tokens, pieces;
-    int64_t *row;     /* [tokens] */
+    int64_t *row;       /* [tokens] */
     dr_cp_piece *piece; /* [pieces] */
     float *t[SLOTS];
     dr_io io;
@@ -63,7 +64,8 @@ static inline int64_t slot_row(const trial *x, int i, bool *of_state)
     return width;
 }
 
-/* Whether the piece takes part in a state tensor: inputs and gradients live at the ends of sequences. */
+/* Whether the piece takes part in a state tensor: inputs and gradients live at the ends of
+ * sequences. */
 static inline bool piece_counts(int i, const dr_cp_piece *p)
 {
     return i == S_initial_state || i == S_d_initial_state ? p->starts : p->ends;
@@ -106,7 +108,8 @@ static inline void span_fill(span *s, dr_comm *comm, const trial *x, const dr_pa
         int32_t rank = slot_shape(&mine, s->pieces, 0, i, shape);
         s->t[i] = malloc((size_t)(n * width + 1) * sizeof(float));
         memset(s->t[i], UNWRITTEN, (size_t)(n * width + 1) * sizeof(float));
-        *io_slot(&s->io, i) = dr_tensor_make(s->t[i], DR_F32, rank, shape[0], shape[1], shape[2], shape[3]);
+        *io_slot(&s->io, i) =
+            dr_tensor_make(s->t[i], DR_F32, rank, shape[0], shape[1], shape[2], shape[3]);
         if (slots[i].role == ROLE_OUTPUT || slots[i].role == ROLE_GRADIENT)
             continue;
         double *all = view_read(&x->t[i].view);

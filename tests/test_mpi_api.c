@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_mpi_api.c - what a user's build sees of libdeltarule_mpi, and what a program hears that has not
- * started MPI properly: the header alone as C99 and as C++11, the exported symbols, what the core
- * links, refusals before, with too few threads and after. Runs without a launcher, as one rank.
+ * test_mpi_api.c - what a user's build sees of libdeltarule_mpi, and what a program hears that has
+ * not started MPI properly: the header alone as C99 and as C++11, the exported symbols, what the
+ * core links, refusals before, with too few threads and after. Runs without a launcher, as one
+ * rank.
  */
 #include "test.h"
 
@@ -21,8 +22,10 @@ static void header_alone(const char *compiler)
 {
     char command[2048];
     snprintf(command, sizeof command,
-             "printf '#include <deltarule/mpi.h>\\n#include <deltarule/mpi.h>\\n' | %s -Wall -Wextra -pedantic "
-             "-Werror -fsyntax-only %s -I%s/include -", compiler, DR_TEST_MPI_FLAGS, DR_TEST_ROOT);
+             "printf '#include <deltarule/mpi.h>\\n#include <deltarule/mpi.h>\\n' | %s -Wall "
+             "-Wextra -pedantic "
+             "-Werror -fsyntax-only %s -I%s/include -",
+             compiler, DR_TEST_MPI_FLAGS, DR_TEST_ROOT);
     if (run(command) != 0)
         fail_msg("mpi.h does not compile alone: %s", command);
 }
@@ -55,7 +58,8 @@ static void test_exports(void **state)
     want[fread(want, 1, sizeof want - 1, f)] = 0;
     fclose(f);
     expect_output("nm -D --defined-only " DR_TEST_MPI_LIBRARY
-                  " | awk '$2 != \"A\" {print $3}' | grep -v '^_' | LC_ALL=C sort", want);
+                  " | awk '$2 != \"A\" {print $3}' | grep -v '^_' | LC_ALL=C sort",
+                  want);
     expect_output("nm -D --undefined-only " DR_TEST_LIBRARY " | grep -c ' MPI_'", "0\n");
 }
 

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_mpi_faults.c - what the other ranks see when one disagrees, fails in the middle, sends something
- * else, comes too late or refuses: an error on every rank, in time, and an MPI that still works. With
- * the argument "killed" one process kills itself, and the launcher must end the job.
+ * test_mpi_faults.c - what the other ranks see when one disagrees, fails in the middle, sends
+ * something else, comes too late or refuses: an error on every rank, in time, and an MPI that still
+ * works. With the argument "killed" one process kills itself, and the launcher must end the job.
  */
 #include "test_mpi.h"
 
@@ -41,7 +41,8 @@ static dr_status swap(dr_comm *comm, void *out, void *in, int32_t peer, size_t s
 }
 
 /* This rank is told, sooner or later: an exchange of all ranks cannot succeed any more. */
-static void expect_broken(dr_comm *comm, dr_status status, double since, double limit, const char *sentence)
+static void expect_broken(dr_comm *comm, dr_status status, double since, double limit,
+                          const char *sentence)
 {
     char all[8];
     for (int i = 0; i < 2 && status == DR_OK; i++)
@@ -83,8 +84,8 @@ static void test_disagreement(void **state)
         if (odd && what == 3)
             x.s.p.gate = (dr_gate)0;
         span s;
-        REFUSED(span_plan(&s, comm, &x, "ref", &p, odd && what == 2 ? "doubling" : "p2p"), DR_ERR_ARG,
-                names[what]);
+        REFUSED(span_plan(&s, comm, &x, "ref", &p, odd && what == 2 ? "doubling" : "p2p"),
+                DR_ERR_ARG, names[what]);
         assert_int_equal(comm->health, DR_OK);
         span_free(&s);
         trial_free(&x);
@@ -125,8 +126,8 @@ static void test_failing_rank(void **state)
             }
 }
 
-/* Rank 1 gives up while large messages are on their way to it and others wait for it: they return, their
- * memory is their own again, and nothing writes to it later. */
+/* Rank 1 gives up while large messages are on their way to it and others wait for it: they return,
+ * their memory is their own again, and nothing writes to it later. */
 static void test_memory_comes_back(void **state)
 {
     (void)state;
@@ -159,8 +160,8 @@ static void test_sizes_differ(void **state)
 {
     (void)state;
     static const size_t piece = 1 << 26;
-    const size_t sizes[][2] = {{100, 104}, {104, 100}, {1, LARGE}, {LARGE, LARGE - 1}, {piece + 1, piece},
-                               {piece, piece + 1}};
+    const size_t sizes[][2] = {{100, 104},         {104, 100},         {1, LARGE},
+                               {LARGE, LARGE - 1}, {piece + 1, piece}, {piece, piece + 1}};
     char *out = calloc(1, piece + 1), *in = calloc(1, piece + 1);
     for (size_t i = 0; i < DR_COUNT(sizes); i++) {
         dr_comm *comm = mpi_open(MPI_COMM_WORLD, 60);
@@ -246,9 +247,9 @@ static int killed(void)
 int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_disagreement),  cmocka_unit_test(test_failing_rank),
+        cmocka_unit_test(test_disagreement),      cmocka_unit_test(test_failing_rank),
         cmocka_unit_test(test_memory_comes_back), cmocka_unit_test(test_sizes_differ),
-        cmocka_unit_test(test_late_rank),     cmocka_unit_test(test_failing_split),
+        cmocka_unit_test(test_late_rank),         cmocka_unit_test(test_failing_split),
         cmocka_unit_test(test_refusals),
     };
     if (argc > 1 && strcmp(argv[1], "killed") == 0)

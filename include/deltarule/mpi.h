@@ -21,10 +21,9 @@ extern "C" {
  * Collective over comm, and so are dr_comm_split and dr_comm_close; close before MPI_Finalize.
  *
  * Threads   MPI must be initialised with MPI_THREAD_FUNNELED or more (MPI_Init asks for less; use
- *           MPI_Init_thread). FUNNELED: all calls from the main thread. Two communicators at the same
- *           time on two threads: MPI_THREAD_MULTIPLE.
- * Memory    A batch holds a copy of what it sends: a failed wait then leaves MPI nothing of the
- *           caller's to read. Transfers may have any size.
+ *           MPI_Init_thread). FUNNELED: all calls from the main thread. Two communicators at the
+ * same time on two threads: MPI_THREAD_MULTIPLE. Memory    A batch holds a copy of what it sends: a
+ * failed wait then leaves MPI nothing of the caller's to read. Transfers may have any size.
  * Failures  A rank that gives up tells all others, which find the notice in post, test and wait.
  *           A process that dies is the launcher's business: mpirun ends the job, and no later than
  *           its time limit a wait for it returns DR_ERR_COMM. After a failure close stays up to two

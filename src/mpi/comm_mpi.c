@@ -11,7 +11,8 @@
  * NOTE [What MPI keeps]: MPI cannot take back a send that nobody receives, nor would a wait that
  * has failed stay for it. Sends therefore go out of memory of the batch, and a batch whose sends
  * are under way outlives its wait in the list `kept`. A receive that has no message yet is
- * cancelled; one that a live sender is filling is waited for, since it ends by itself.
+ * cancelled; one that a live sender is filling is waited for, since it ends by itself; a second
+ * is the most, since a sender that has stopped may never end it.
  */
 #include "mpi/comm_mpi.h"
 
@@ -56,8 +57,8 @@ void dr_mpi_give_up(mpi_comm *c, const char *format, ...)
     c->told = true;
     memcpy(c->notice, c->why, sizeof c->notice);
     for (int r = 0; r < c->base.size; r++)
-        if (r != c->base.rank && MPI_Isend(c->notice, WHY, MPI_CHAR, r, 0, c->control,
-                                           &c->notices[r]) == MPI_SUCCESS)
+        if (r != c->base.rank &&
+            MPI_Isend(c->notice, WHY, MPI_CHAR, r, 0, c->control, &c->notices[r]) == MPI_SUCCESS)
             c->sent[r].notices++;
         else
             c->notices[r] = MPI_REQUEST_NULL;
@@ -83,7 +84,8 @@ void dr_mpi_hear(mpi_comm *c)
         if (code == MPI_SUCCESS && !there)
             return;
         if (code == MPI_SUCCESS)
-            code = MPI_Recv(why, WHY, MPI_CHAR, status.MPI_SOURCE, 0, c->control, MPI_STATUS_IGNORE);
+            code =
+                MPI_Recv(why, WHY, MPI_CHAR, status.MPI_SOURCE, 0, c->control, MPI_STATUS_IGNORE);
         if (code != MPI_SUCCESS) {
             dr_mpi_failed(c, "MPI_Iprobe", code);
             return;
@@ -149,9 +151,12 @@ static void check_arrival(mpi_comm *c, mpi_batch *b, const leg *l, MPI_Status *s
         MPI_Get_count(status, MPI_BYTE, &count);
     if (class != MPI_SUCCESS && class != MPI_ERR_TRUNCATE)
         dr_mpi_failed(c, l->is_send ? "MPI_Isend" : "MPI_Irecv", code);
-    else if (class == MPI_ERR_TRUNCATE || (!l->is_send && (count != l->bytes || status->MPI_TAG != l->tag)))
-        dr_mpi_give_up(c, "ranks %d and %d disagree on the size of a transfer (it is not the %d bytes expected)",
-                c->base.rank, l->peer, l->bytes);
+    else if (class == MPI_ERR_TRUNCATE ||
+             (!l->is_send && (count != l->bytes || status->MPI_TAG != l->tag)))
+        dr_mpi_give_up(
+            c,
+            "ranks %d and %d disagree on the size of a transfer (it is not the %d bytes expected)",
+            c->base.rank, l->peer, l->bytes);
     else
         return;
     b->spoilt = true;
@@ -226,8 +231,9 @@ static dr_status mpi_post(dr_comm *comm, const dr_transfer *t, int32_t n, dr_bat
     }
     mpi_batch *b = dr_mpi_batch_create(c, messages, copies);
     if (b == NULL)
-        return dr_mpi_refuse(DR_ERR_MEMORY, "comm: no memory for a batch of %d transfers that sends %zu bytes",
-                      n, copies);
+        return dr_mpi_refuse(DR_ERR_MEMORY,
+                             "comm: no memory for a batch of %d transfers that sends %zu bytes", n,
+                             copies);
     char *copy = NULL, *room = (char *)(b->legs + messages);
     bool started = true;
     sent = NULL;
@@ -273,8 +279,8 @@ static void too_late(mpi_comm *c, const mpi_batch *b)
     int i = 0;
     while (b->requests[i] == MPI_REQUEST_NULL)
         i++;
-    dr_mpi_give_up(c, "waited longer than %g s for rank %d to %s %d bytes", c->base.timeout, b->legs[i].peer,
-            b->legs[i].is_send ? "receive" : "send", b->legs[i].bytes);
+    dr_mpi_give_up(c, "waited longer than %g s for rank %d to %s %d bytes", c->base.timeout,
+                   b->legs[i].peer, b->legs[i].is_send ? "receive" : "send", b->legs[i].bytes);
 }
 
 static dr_status mpi_wait(dr_batch *batch)
@@ -297,7 +303,10 @@ static dr_status mpi_wait(dr_batch *batch)
     return arrived ? DR_OK : dr_mpi_broken(c);
 }
 
-static void mpi_abort(dr_comm *comm, const char *why) { dr_mpi_give_up((mpi_comm *)comm, "%s", why); }
+static void mpi_abort(dr_comm *comm, const char *why)
+{
+    dr_mpi_give_up((mpi_comm *)comm, "%s", why);
+}
 
 const dr_comm_ops dr_mpi_ops = {
     DR_COMM_ABI, "mpi", mpi_post, mpi_test, mpi_wait, dr_mpi_split, mpi_abort, dr_mpi_close,

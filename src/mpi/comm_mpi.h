@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * comm_mpi.h - what the two files of the MPI communicator share: comm_mpi.c moves transfers, comm_mpi_open.c
- * opens, splits and closes. Only they look in here; both see nothing of the core but public headers.
+ * comm_mpi.h - what the two files of the MPI communicator share: comm_mpi.c moves transfers,
+ * comm_mpi_open.c opens, splits and closes. Only they look in here; both see nothing of the core
+ * but public headers.
  */
 #ifndef DR_COMM_MPI_H
 #define DR_COMM_MPI_H
@@ -11,9 +12,10 @@
 #include <stdbool.h>
 
 enum {
-    PIECE = 1 << 26,        /* bytes of a message; far below the int that MPI counts with */
-    TAG_LAST = 0, TAG_MORE, /* NOTE [Order and sizes] */
-    WHY = 256,
+    PIECE = 1 << 26, /* bytes of a message; far below the int that MPI counts with */
+    TAG_LAST = 0,    /* NOTE [Order and sizes] */
+    TAG_MORE = 1,
+    WHY = 256, /* bytes of a reason */
 };
 
 /* One MPI message. */
@@ -49,12 +51,11 @@ typedef struct mpi_comm {
 
 extern const dr_comm_ops dr_mpi_ops;
 
-__attribute__((format(printf, 2, 3)))
-dr_status dr_mpi_refuse(dr_status status, const char *format, ...);
+__attribute__((format(printf, 2, 3))) dr_status dr_mpi_refuse(dr_status status, const char *format,
+                                                              ...);
 
 /* The first reason stands. Tells everybody else; never blocks. */
-__attribute__((format(printf, 2, 3)))
-void dr_mpi_give_up(mpi_comm *c, const char *format, ...);
+__attribute__((format(printf, 2, 3))) void dr_mpi_give_up(mpi_comm *c, const char *format, ...);
 void dr_mpi_failed(mpi_comm *c, const char *call, int code); /* the same, with MPI's text */
 dr_status dr_mpi_broken(const mpi_comm *c);                  /* the status of every later call */
 void dr_mpi_hear(mpi_comm *c);                               /* reads notices */

@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * comm_mpi_open.c - opening, splitting and closing the MPI communicator: everything that is collective.
+ * comm_mpi_open.c - opening, splitting and closing the MPI communicator: everything that is
+ * collective.
  *
  * NOTE [Leaving]: MPI may give the place of a freed communicator to a new one, and what was never
- * received would turn up there. After a failure, ranks that close therefore tell each other how many
- * messages they have sent, and receive and drop until they have seen as many. Whoever is through, with
- * its own sends ended, frees. Who is not in time leaves the memory that MPI may look at, and the
- * communicators, to MPI for the rest of the process.
+ * received would turn up there. After a failure, ranks that close therefore tell each other how
+ * many messages they have sent, and receive and drop until they have seen as many. Whoever is
+ * through, with its own sends ended, frees. Who is not in time leaves the memory that MPI may look
+ * at, and the communicators, to MPI for the rest of the process.
  */
 #include "mpi/comm_mpi.h"
 
@@ -52,9 +53,11 @@ static dr_status adopt(MPI_Comm data, double timeout, dr_status mine, dr_comm **
     if (mine != DR_OK)
         return mine;
     if (code != MPI_SUCCESS)
-        return dr_mpi_refuse(DR_ERR_COMM, "comm: MPI cannot duplicate a communicator of %d ranks (error %d)", size,
-                      code);
-    return dr_mpi_refuse((dr_status)worst, "comm: another rank refused: %s", dr_status_text((dr_status)worst));
+        return dr_mpi_refuse(DR_ERR_COMM,
+                             "comm: MPI cannot duplicate a communicator of %d ranks (error %d)",
+                             size, code);
+    return dr_mpi_refuse((dr_status)worst, "comm: another rank refused: %s",
+                         dr_status_text((dr_status)worst));
 }
 
 dr_status dr_mpi_split(dr_comm *comm, int32_t color, int32_t key, dr_comm **out)
@@ -85,17 +88,21 @@ static dr_status check_mpi(void)
 {
     int yes = 0, level = MPI_THREAD_SINGLE;
     if (MPI_Initialized(&yes) != MPI_SUCCESS || !yes)
-        return dr_mpi_refuse(DR_ERR_ARG, "comm: MPI must be initialised first, with MPI_Init_thread");
+        return dr_mpi_refuse(DR_ERR_ARG,
+                             "comm: MPI must be initialised first, with MPI_Init_thread");
     if (MPI_Finalized(&yes) != MPI_SUCCESS || yes)
-        return dr_mpi_refuse(DR_ERR_ARG, "comm: MPI must be in use, but MPI_Finalize has been called");
+        return dr_mpi_refuse(DR_ERR_ARG,
+                             "comm: MPI must be in use, but MPI_Finalize has been called");
     MPI_Query_thread(&level);
     if (level < MPI_THREAD_FUNNELED)
-        return dr_mpi_refuse(DR_ERR_ARG, "comm: MPI must be initialised with MPI_THREAD_FUNNELED or more, got "
-                                  "MPI_THREAD_SINGLE");
+        return dr_mpi_refuse(DR_ERR_ARG,
+                             "comm: MPI must be initialised with MPI_THREAD_FUNNELED or more, got "
+                             "MPI_THREAD_SINGLE");
     MPI_Is_thread_main(&yes);
     if (level == MPI_THREAD_FUNNELED && !yes)
-        return dr_mpi_refuse(DR_ERR_ARG, "comm: outside the main thread MPI must be initialised with "
-                                  "MPI_THREAD_SERIALIZED or more, got MPI_THREAD_FUNNELED");
+        return dr_mpi_refuse(DR_ERR_ARG,
+                             "comm: outside the main thread MPI must be initialised with "
+                             "MPI_THREAD_SERIALIZED or more, got MPI_THREAD_FUNNELED");
     return DR_OK;
 }
 
@@ -109,7 +116,8 @@ dr_status dr_comm_mpi_create(MPI_Comm comm, dr_comm **out)
     int inter = 0;
     MPI_Comm_test_inter(comm, &inter);
     if (inter)
-        return dr_mpi_refuse(DR_ERR_ARG, "comm: must be an intracommunicator, got an intercommunicator");
+        return dr_mpi_refuse(DR_ERR_ARG,
+                             "comm: must be an intracommunicator, got an intercommunicator");
     if (out == NULL) /* the others must hear of it */
         mine = dr_mpi_refuse(DR_ERR_ARG, "out: must not be NULL");
     else
@@ -168,8 +176,8 @@ static bool leave(mpi_comm *c)
     double end = MPI_Wtime() + (c->base.timeout < grace_close ? c->base.timeout : grace_close);
     MPI_Request counts;
     int told = 0;
-    if (MPI_Ialltoall(c->sent, 2, MPI_UINT32_T, c->expected, 2, MPI_UINT32_T, c->control, &counts) !=
-        MPI_SUCCESS)
+    if (MPI_Ialltoall(c->sent, 2, MPI_UINT32_T, c->expected, 2, MPI_UINT32_T, c->control,
+                      &counts) != MPI_SUCCESS)
         return false;
     for (unsigned looks = 0; MPI_Wtime() < end; looks++) {
         drop_message(c);
