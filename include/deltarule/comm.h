@@ -95,6 +95,10 @@ DR_API void dr_comm_abort(dr_comm *comm, const char *why);
 DR_API void dr_comm_close(dr_comm *comm); /* NULL is fine */
 DR_API dr_status dr_comm_set_timeout(dr_comm *comm, double seconds);
 
+/* For communicators that live outside the library: makes the sentence dr_last_error, logs it and
+ * returns status. */
+DR_API dr_status dr_comm_fail(dr_status status, const char *sentence);
+
 /* all[size * bytes] receives every rank's mine[bytes], in rank order. */
 DR_API dr_status dr_comm_allgather(dr_comm *comm, const void *mine, void *all, size_t bytes);
 

@@ -22,6 +22,11 @@ static dr_status check_comm(const dr_comm *comm)
     return DR_OK;
 }
 
+dr_status dr_comm_fail(dr_status status, const char *sentence)
+{
+    return dr_fail(status, "%s", sentence != NULL ? sentence : "no reason given");
+}
+
 dr_status dr_comm_post(dr_comm *comm, const dr_transfer *transfers, int32_t n, dr_batch **out)
 {
     if (out == NULL)

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+# libdeltarule_mpi, the communicator of mpi.h: a library of its own, so that the core needs no MPI. Whose
+# MPI: -DMPI_C_COMPILER=mpicc.openmpi or mpicc.mpich; one build folder holds one.
+set(DR_MPI AUTO CACHE STRING "The MPI communicator: ON, OFF, or AUTO (if there is an MPI)")
+set_property(CACHE DR_MPI PROPERTY STRINGS AUTO ON OFF)
+set(DR_HAVE_MPI OFF)
+if(DR_MPI STREQUAL "AUTO")
+  find_package(MPI QUIET COMPONENTS C)
+elseif(DR_MPI)
+  find_package(MPI REQUIRED COMPONENTS C)
+endif()
+if(DR_MPI AND MPI_C_FOUND)
+  set(DR_HAVE_MPI ON)
+  # dr_mpi_shared goes with dr_shared, dr_mpi_static with dr_static: a program has one core.
+  foreach(kind shared static)
+    string(TOUPPER ${kind} upper)
+    add_library(dr_mpi_${kind} ${upper} src/mpi/comm_mpi.c src/mpi/comm_mpi_open.c)
+    target_include_directories(dr_mpi_${kind} PRIVATE src)
+    target_link_libraries(dr_mpi_${kind} PUBLIC dr_${kind} MPI::MPI_C PRIVATE $<BUILD_INTERFACE:dr_flags>)
+    set_target_properties(dr_mpi_${kind} PROPERTIES OUTPUT_NAME deltarule_mpi C_VISIBILITY_PRESET hidden
+      POSITION_INDEPENDENT_CODE ON VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR})
+  endforeach()
+  set_target_properties(dr_mpi_shared PROPERTIES EXPORT_NAME mpi)
+  install(TARGETS dr_mpi_shared EXPORT deltaruleMpiTargets LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
+  install(FILES include/deltarule/mpi.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/deltarule)
+  install(EXPORT deltaruleMpiTargets NAMESPACE deltarule:: DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/deltarule)
+  configure_file(cmake/deltarule_mpi.pc.in deltarule_mpi.pc @ONLY)
+  install(FILES ${CMAKE_BINARY_DIR}/deltarule_mpi.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
+
+  # The launcher that belongs to the library, and what it needs to be told.
+  set(CMAKE_REQUIRED_LIBRARIES MPI::MPI_C)
+  check_symbol_exists(OPEN_MPI "mpi.h" DR_OPEN_MPI)
+  unset(CMAKE_REQUIRED_LIBRARIES)
+  if(DR_OPEN_MPI)
+    find_program(DR_MPIRUN NAMES mpirun.openmpi mpirun)
+    set(DR_MPIRUN_FLAGS --oversubscribe --allow-run-as-root)
+  else()
+    find_program(DR_MPIRUN NAMES mpirun.mpich mpirun)
+    set(DR_MPIRUN_FLAGS "")
+  endif()
+endif()
+message(STATUS "MPI communicator: ${DR_HAVE_MPI} ${MPI_C_COMPILER}")
