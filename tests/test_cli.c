@@ -296,6 +296,12 @@ static void test_usage(void **state)
     expect_usage("check --seed -1", "--seed: must be a whole number");
     expect_usage("check --seed 99999999999999999999", "--seed");
     expect_usage("check --op softmax", "--op: must be");
+    expect_usage("check --ranks 2", "--ranks: needs --cp");
+    expect_usage("check --cp p2p --ranks 2,", "--ranks: must be a whole number from 1 to 64");
+    expect_usage("check --cp p2p --ranks 65", "got \"65\"");
+    expect_usage("check --cp ring --ranks 2", "--cp: protocol: must be one of p2p,");
+    expect_usage("check --cp grouped --ranks 2", "grouped needs a width");
+    expect_usage("check --cp p2p --op conv --ranks 2", "with --cp it must be gdn, kda or delta");
     expect_usage("check --backend tpu", "backend: must be");
     expect_usage("check --backend", "requires an argument");
     expect_usage("verify", "needs a file");
@@ -380,6 +386,29 @@ static void test_check(void **state)
     assert_non_null(strstr(o.out, "0 beyond limit or failed"));
     done(&o);
     o = expect_exit("check --quick --op beta --backend ref", 0);
+    done(&o);
+}
+
+/* Ranks, the lines of partitions, and the places of JSON lines. */
+static void test_check_cp(void **state)
+{
+    (void)state;
+    static const char *const fields[] = {"\"case\":\"kda-empties\"", "\"op\":\"cp\"",
+                                         "\"cp\":\"grouped:2\"",     "\"ranks\":3",
+                                         "\"partition\":\"contiguous\"", "\"partition\":\"uneven\"",
+                                         "\"partition\":\"zig-zag\"", "\"tensor\":\"d_initial_state\"",
+                                         "\"protocols\":1",          "\"refused\":0",
+                                         "\"failed\":0"};
+    outcome o = expect_exit("check --quick --op kda --cp grouped:2 --ranks 3 --json", 0);
+    assert_true(expect_json(o.out) > 100);
+    expect_all(o.out, fields, COUNT(fields));
+    done(&o);
+    static const char *const lines[] = {"\np2p ", "\nallgather ", "\ngrouped:2 ", "\ndoubling ",
+                                        "0 beyond limit or failed"};
+    o = expect_exit("check --quick --op gdn --cp all --ranks 2,5 --seed 3", 0);
+    expect_all(o.out, lines, COUNT(lines));
+    done(&o);
+    o = expect_exit("check --quick --op gdn --cp p2p --ranks 2 --backend ref", 0);
     done(&o);
 }
 
@@ -598,6 +627,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_usage),          cmocka_unit_test(test_help),
         cmocka_unit_test(test_info),           cmocka_unit_test(test_check),
+        cmocka_unit_test(test_check_cp),
         cmocka_unit_test(test_bench),          cmocka_unit_test(test_verify),
         cmocka_unit_test(test_verify_golden),  cmocka_unit_test(test_verify_finds_errors),
         cmocka_unit_test(test_verify_refuses), cmocka_unit_test(test_verify_damage),
