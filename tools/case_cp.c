@@ -336,28 +336,32 @@ static dr_status make_stream(dr_case_world *w, dr_case *c)
     return DR_OK;
 }
 
-static dr_status make_partition(dr_case_world *w, const dr_case *c)
+static dr_status make_partition(dr_case_world *w, const dr_case *c, int64_t rows)
 {
     static const int64_t weights[] = {3, 0, 1, 2};
     const int32_t ranks = w->ranks;
-    dr_fragment *f = w->fragments = calloc(2 * (size_t)ranks, sizeof *f);
+    const int64_t shares = c->cut == DR_CASE_CUTS ? rows : c->cut == DR_CASE_ZIGZAG ? 2 : 1;
+    dr_fragment *f = w->fragments = calloc((size_t)(shares * ranks), sizeof *f);
     if (f == NULL)
         return DR_ERR_MEMORY;
     w->partition = (dr_partition)DR_PARTITION_INIT;
     w->partition.ranks = ranks;
-    w->partition.count = c->cut == DR_CASE_ZIGZAG ? 2 * ranks : ranks;
+    w->partition.count = shares * ranks;
     w->partition.fragments = f;
     if (c->cut == DR_CASE_CONTIGUOUS)
         return dr_partition_contiguous(c->T, ranks, f);
     if (c->cut == DR_CASE_ZIGZAG)
         return dr_partition_zigzag(c->T, ranks, f);
+    for (int64_t i = 0; i < shares * ranks && c->cut == DR_CASE_CUTS; i++) {
+        const int64_t row = i / ranks * (c->T / rows), r = i % ranks;
+        f[i] = (dr_fragment){row + c->cuts[r], row + c->cuts[r + 1], (int32_t)r};
+    }
     int64_t sum = 0, before = 0;
     for (int32_t r = 0; r < ranks; r++)
         sum += weights[r % 4];
-    for (int32_t r = 0; r < ranks; r++) {
+    for (int32_t r = 0; r < ranks && c->cut == DR_CASE_UNEVEN; r++) {
         const int64_t after = before + weights[r % 4];
-        f[r] = c->cut == DR_CASE_CUTS ? (dr_fragment){c->cuts[r], c->cuts[r + 1], r}
-                                      : (dr_fragment){c->T * before / sum, c->T * after / sum, r};
+        f[r] = (dr_fragment){c->T * before / sum, c->T * after / sum, r};
         before = after;
     }
     return DR_OK;
@@ -368,6 +372,7 @@ static dr_status open_cp(dr_case_run *run)
     dr_case_world *w = run->world = calloc(1, sizeof *w);
     if (w == NULL)
         return DR_ERR_MEMORY;
+    const int64_t rows = run->c.B;
     w->run = run;
     pthread_mutex_init(&w->gate, NULL);
     dr_status status = make_stream(w, &run->c);
@@ -379,7 +384,7 @@ static dr_status open_cp(dr_case_run *run)
     if (run->status != DR_OK || w->rank == NULL)
         return run->status != DR_OK ? run->status : DR_ERR_MEMORY;
     w->ranks = ranks;
-    status = make_partition(w, &run->c);
+    status = make_partition(w, &run->c, rows);
     if (status != DR_OK)
         return status;
     dr_comm **comms = calloc((size_t)ranks, sizeof *comms);

@@ -73,7 +73,7 @@ typedef enum dr_case_cut {
     DR_CASE_CONTIGUOUS = 0, /* equal shares in order */
     DR_CASE_UNEVEN,         /* unequal shares in order, every fourth rank without tokens */
     DR_CASE_ZIGZAG,         /* two shares each, one from either end */
-    DR_CASE_CUTS,           /* rank r owns the tokens from cuts[r] to cuts[r + 1] */
+    DR_CASE_CUTS,           /* rank r owns the tokens from cuts[r] to cuts[r + 1] of each row */
     DR_CASE_CUT_COUNT_
 } dr_case_cut;
 

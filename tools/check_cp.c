@@ -227,10 +227,9 @@ static int sweep(const dr_check_settings *s, const dr_context *ctx, const dr_con
     int count = 0;
     dr_status status = choose_specs(s, ctx, &protocols);
     if (status != DR_OK) {
-        dr_tool_error("--cp: %s", dr_case_why());
-        return status == DR_ERR_ARG || status == DR_ERR_SUPPORT || status == DR_ERR_SHAPE
-                   ? DR_TOOL_USAGE
-                   : DR_TOOL_FAILED;
+        char sentence[600];
+        snprintf(sentence, sizeof sentence, "--cp: %s", dr_case_why());
+        return dr_tool_failure(status, sentence);
     }
     status = open_subjects(s, ref, &subjects, &count);
     if (status != DR_OK || count == 0) {
