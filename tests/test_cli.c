@@ -191,14 +191,15 @@ static void put_record(FILE *f, const char *name, int rank, const int64_t *shape
 typedef struct scalars {
     double q[T], k[T], v[T], g[T], beta[T], d_o[T], o[T];
     double dq[T], dk[T], dv[T], dg[T], dbeta[T];
-    double h0, dht, ht, dh0;
+    double h0, dht, ht, dh0, scale;
 } scalars;
 
 /* The recurrence and its adjoint, all of them numbers. */
-static void compute(scalars *x)
+static void compute_from(scalars *x, double h0, double dht, double scale)
 {
     double R[T], r[T], S[T + 1];
-    S[0] = x->h0 = 0.5;
+    S[0] = x->h0 = h0;
+    x->scale = scale;
     for (int t = 0; t < T; t++) {
         x->q[t] = (float)cos(t);
         x->k[t] = (float)sin(1 + t * t);
@@ -209,14 +210,14 @@ static void compute(scalars *x)
         R[t] = exp(x->g[t]) * S[t];
         r[t] = x->v[t] - R[t] * x->k[t];
         S[t + 1] = R[t] + x->k[t] * x->beta[t] * r[t];
-        x->o[t] = 0.7 * S[t + 1] * x->q[t];
+        x->o[t] = scale * S[t + 1] * x->q[t];
     }
     x->ht = S[T];
-    double dS = x->dht = 0.25;
+    double dS = x->dht = dht;
     for (int t = T - 1; t >= 0; t--) {
-        dS += 0.7 * x->q[t] * x->d_o[t];
+        dS += scale * x->q[t] * x->d_o[t];
         double e = dS * x->k[t], dr = x->beta[t] * e, dR = dS - x->k[t] * dr;
-        x->dq[t] = 0.7 * S[t + 1] * x->d_o[t];
+        x->dq[t] = scale * S[t + 1] * x->d_o[t];
         x->dbeta[t] = e * r[t];
         x->dv[t] = dr;
         x->dk[t] = dS * x->beta[t] * r[t] - R[t] * dr;
@@ -226,10 +227,12 @@ static void compute(scalars *x)
     x->dh0 = dS;
 }
 
+static void compute(scalars *x) { compute_from(x, 0.5, 0.25, 0.7); }
+
 /* skip: a record to leave out, or NULL. */
 static void write_vectors(const char *path, const scalars *x, const char *skip)
 {
-    static const double scale = 0.7, chunk = 64, offsets[2] = {0, T};
+    static const double chunk = 64, offsets[2] = {0, T};
     static const int64_t shape[4] = {1, T, 1, 1}, state[4] = {1, 1, 1, 1}, two = 2;
     const struct {
         const char *name;
@@ -242,8 +245,8 @@ static void write_vectors(const char *path, const scalars *x, const char *skip)
         {"do", 4, shape, x->d_o},      {"dht", 4, state, &x->dht},  {"o", 4, shape, x->o},
         {"ht", 4, state, &x->ht},      {"dq", 4, shape, x->dq},     {"dk", 4, shape, x->dk},
         {"dv", 4, shape, x->dv},       {"dg", 3, shape, x->dg},     {"dbeta", 3, shape, x->dbeta},
-        {"dh0", 4, state, &x->dh0},    {"scale", 0, NULL, &scale},  {"chunk", 0, NULL, &chunk},
-        {"offsets", 1, &two, offsets}, {"extra", 0, NULL, &scale}};
+        {"dh0", 4, state, &x->dh0},    {"scale", 0, NULL, &x->scale},  {"chunk", 0, NULL, &chunk},
+        {"offsets", 1, &two, offsets}, {"extra", 0, NULL, &x->scale}};
     FILE *f = fopen(path, "wb");
     assert_non_null(f);
     fwrite("DRORACL1", 1, 8, f);
@@ -273,7 +276,7 @@ static size_t file_size(const char *path)
 
 static outcome verify_scrap(const char *options)
 {
-    char arguments[128];
+    char arguments[192];
     snprintf(arguments, sizeof arguments, "verify %s %s", scrap, options);
     return run(arguments);
 }
@@ -296,6 +299,12 @@ static void test_usage(void **state)
     expect_usage("check --seed -1", "--seed: must be a whole number");
     expect_usage("check --seed 99999999999999999999", "--seed");
     expect_usage("check --op softmax", "--op: must be");
+    expect_usage("check --ranks 2", "--ranks: needs --cp");
+    expect_usage("check --cp p2p --ranks 2,", "--ranks: must be a whole number from 1 to 64");
+    expect_usage("check --cp p2p --ranks 65", "got \"65\"");
+    expect_usage("check --cp ring --ranks 2", "--cp: protocol: must be one of p2p,");
+    expect_usage("check --cp grouped --ranks 2", "grouped needs a width");
+    expect_usage("check --cp p2p --op conv --ranks 2", "with --cp it must be gdn, kda or delta");
     expect_usage("check --backend tpu", "backend: must be");
     expect_usage("check --backend", "requires an argument");
     expect_usage("verify", "needs a file");
@@ -304,6 +313,8 @@ static void test_usage(void **state)
     expect_usage("verify a --tol 1e-5x", "--tol: must be a number");
     expect_usage("verify a --tol nan", "--tol: must be a number");
     expect_usage("verify a --chunk 0", "--chunk: must be a whole number from 1");
+    expect_usage("verify a --ranks 2", "--ranks: needs --cp");
+    expect_usage("verify a --cp p2p --ranks 0", "--ranks: must be a whole number from 1 to 64");
     expect_usage("verify a --volume 11", "unrecognized option");
     expect_usage("bench --op sort", "--op: must be one of");
     expect_usage("bench --shape 1,2,3", "--shape: must be 6 whole numbers");
@@ -380,6 +391,29 @@ static void test_check(void **state)
     assert_non_null(strstr(o.out, "0 beyond limit or failed"));
     done(&o);
     o = expect_exit("check --quick --op beta --backend ref", 0);
+    done(&o);
+}
+
+/* Ranks, the lines of partitions, and the places of JSON lines. */
+static void test_check_cp(void **state)
+{
+    (void)state;
+    static const char *const fields[] = {"\"case\":\"kda-empties\"", "\"op\":\"cp\"",
+                                         "\"cp\":\"grouped:2\"",     "\"ranks\":3",
+                                         "\"partition\":\"contiguous\"", "\"partition\":\"uneven\"",
+                                         "\"partition\":\"zig-zag\"", "\"tensor\":\"d_initial_state\"",
+                                         "\"protocols\":1",          "\"refused\":0",
+                                         "\"failed\":0"};
+    outcome o = expect_exit("check --quick --op kda --cp grouped:2 --ranks 3 --json", 0);
+    assert_true(expect_json(o.out) > 100);
+    expect_all(o.out, fields, COUNT(fields));
+    done(&o);
+    static const char *const lines[] = {"\np2p ", "\nallgather ", "\ngrouped:2 ", "\ndoubling ",
+                                        "0 beyond limit or failed"};
+    o = expect_exit("check --quick --op gdn --cp all --ranks 2,5 --seed 3", 0);
+    expect_all(o.out, lines, COUNT(lines));
+    done(&o);
+    o = expect_exit("check --quick --op gdn --cp p2p --ranks 2 --backend ref", 0);
     done(&o);
 }
 
@@ -513,13 +547,13 @@ static void test_verify_refuses(void **state)
     assert_non_null(strstr(o.err, "name no kind"));
     done(&o);
 
-    FILE *f = fopen(scrap, "ab"); /* a file of another kind */
+    FILE *f = fopen(scrap, "ab"); /* a stream over ranks, but a number in place of cuts */
     assert_non_null(f);
     put_record(f, "cuts", 0, NULL, x.q);
     fclose(f);
     o = verify_scrap("");
     assert_int_equal(o.code, 2);
-    assert_non_null(strstr(o.err, "this build verifies gdn, kda, conv"));
+    assert_non_null(strstr(o.err, "record \"cuts\": expected [.], got []"));
     done(&o);
 
     char arguments[128];
@@ -532,6 +566,61 @@ static void test_verify_refuses(void **state)
     assert_int_equal(o.code, 2);
     assert_non_null(strstr(o.err, "f64"));
     done(&o);
+}
+
+/* Ranks: a stream that the file cuts, and any file of the delta rule in equal shares. */
+static void test_verify_cp(void **state)
+{
+    (void)state;
+    static const double cuts[] = {0, 10, 10, 25, T};
+    static const int64_t five = 5;
+    static const char *const protocols[] = {"p2p", "allgather", "grouped:2", "doubling"};
+    static const char *const fields[] = {"\"kind\":\"cp-gdn\"", "\"tensor\":\"dbeta\"",
+                                         "\"ranks\":4,\"cp\":", "\"compared\":6,\"beyond\":0"};
+    scalars x;
+    for (int wrong = 0; wrong < 2; wrong++) {
+        compute_from(&x, 0, 0, 1);
+        x.dk[12] += wrong * 1e-3;
+        write_vectors(scrap, &x, NULL);
+        FILE *f = fopen(scrap, "ab");
+        assert_non_null(f);
+        put_record(f, "cuts", 1, &five, cuts);
+        fclose(f);
+        for (size_t i = 0; i < COUNT(protocols); i++) {
+            char options[64];
+            snprintf(options, sizeof options, "--json --cp %s", protocols[i]);
+            outcome o = verify_scrap(options);
+            assert_int_equal(o.code, wrong);
+            assert_int_equal(expect_json(o.out), wrong ? 8 : 7); /* its sensitivity as well */
+            expect_all(o.out, fields, wrong ? 3 : COUNT(fields));
+            done(&o);
+        }
+        outcome o = verify_scrap("");
+        assert_int_equal(o.code, wrong);
+        done(&o);
+    }
+    compute(&x);
+    write_vectors(scrap, &x, NULL);
+    for (int ranks = 1; ranks <= 7; ranks += 3) {
+        char options[64];
+        snprintf(options, sizeof options, "--cp doubling --ranks %d", ranks);
+        outcome o = verify_scrap(options);
+        assert_int_equal(o.code, 0);
+        assert_non_null(strstr(o.out, "8 tensors compared, 0 beyond"));
+        assert_non_null(strstr(o.out, "equal shares"));
+        done(&o);
+    }
+    outcome o = verify_scrap("--cp p2p --ranks 3 --dtype bf16");
+    assert_int_equal(o.code, 0);
+    done(&o);
+    o = verify_scrap("--cp p2p");
+    assert_int_equal(o.code, 2);
+    assert_non_null(strstr(o.err, "--ranks: must be given, since the file has no record"));
+    done(&o);
+    char arguments[256];
+    snprintf(arguments, sizeof arguments,
+             "verify '%s/golden/layer_gdn_packed.bin' --cp p2p --ranks 2", DR_TEST_SOURCE_DIR);
+    expect_usage(arguments, "--cp: layer vectors are not for ranks");
 }
 
 /* Prefixes of a good file, and a good file with bytes changed: a sentence or a verdict, never
@@ -598,6 +687,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_usage),          cmocka_unit_test(test_help),
         cmocka_unit_test(test_info),           cmocka_unit_test(test_check),
+        cmocka_unit_test(test_check_cp),       cmocka_unit_test(test_verify_cp),
         cmocka_unit_test(test_bench),          cmocka_unit_test(test_verify),
         cmocka_unit_test(test_verify_golden),  cmocka_unit_test(test_verify_finds_errors),
         cmocka_unit_test(test_verify_refuses), cmocka_unit_test(test_verify_damage),

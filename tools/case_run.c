@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * case_run.c - runs of cases, see cases.h: tensors declared, laid out and filled, the call
- * made, outputs read back. What an operation reads and writes is told once, in its opener;
- * the rest is the same for all of them.
+ * case_run.c - runs of cases, see cases.h: the table of operations, tensors declared, laid out
+ * and filled, the call made, outputs read back. What an operation reads and writes is told once,
+ * in its opener; the rest is the same for all of them.
  */
 #include "case_run.h"
 
@@ -10,6 +10,22 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+static const dr_case_row *const rows[DR_CASE_OPS_] = {
+    [DR_CASE_DELTA] = &dr_case_delta,
+    [DR_CASE_STEP] = &dr_case_step,
+    [DR_CASE_STAGES] = &dr_case_stages,
+    [DR_CASE_CP] = &dr_case_cp,
+    [DR_CASE_CONV] = &dr_case_conv,
+    [DR_CASE_CONV_STEP] = &dr_case_conv_step,
+    [DR_CASE_GATE] = &dr_case_gate,
+    [DR_CASE_BETA] = &dr_case_beta,
+    [DR_CASE_L2NORM] = &dr_case_l2norm,
+    [DR_CASE_NORM] = &dr_case_norm,
+    [DR_CASE_MATMUL] = &dr_case_matmul,
+    [DR_CASE_LAYER] = &dr_case_layer,
+    [DR_CASE_LAYER_STEP] = &dr_case_layer_step,
+};
 
 /* ------------------------------------------------------------------------ */
 /* Elements                                                                 */
@@ -115,6 +131,16 @@ static char *element(const dr_tensor *t, int64_t i)
     return (char *)t->data + offset_of(t, i) * (int64_t)dr_dtype_size(t->dtype);
 }
 
+double dr_case_element(const dr_tensor *view, int64_t i)
+{
+    return load(element(view, i), view->dtype);
+}
+
+void dr_case_set_element(const dr_tensor *view, int64_t i, double x)
+{
+    store(element(view, i), view->dtype, x);
+}
+
 /* ------------------------------------------------------------------------ */
 /* Slots                                                                    */
 /* ------------------------------------------------------------------------ */
@@ -136,6 +162,20 @@ static void lay_out(dr_tensor *t, dr_case_layout layout, int64_t *before, int64_
         }
         step = step * n + (layout == DR_CASE_COMPACT ? 0 : 3);
     }
+}
+
+char *dr_case_place(dr_tensor *view, dr_case_layout layout, size_t *bytes)
+{
+    int64_t before, total;
+    lay_out(view, layout, &before, &total);
+    const size_t item = dr_dtype_size(view->dtype);
+    *bytes = (size_t)total * item;
+    char *memory = malloc(*bytes);
+    if (memory == NULL)
+        return NULL;
+    memset(memory, 0xff, *bytes); /* NaN in every element type */
+    view->data = memory + (size_t)before * item;
+    return memory;
 }
 
 static void fill(dr_case_run *run, dr_case_slot *s)
@@ -174,17 +214,12 @@ void dr_case_declare(dr_case_run *run, dr_tensor *view, const char *name, int ro
         s->info.shape[i] = s->view.shape[i] = shape.n[i];
         s->info.count *= shape.n[i];
     }
-    int64_t before, total;
-    lay_out(&s->view, role & DR_CASE_FIXED ? DR_CASE_COMPACT : run->c.layout, &before, &total);
-    size_t item = dr_dtype_size(s->view.dtype);
-    s->bytes = (size_t)total * item;
-    s->memory = malloc(s->bytes);
+    s->memory =
+        dr_case_place(&s->view, role & DR_CASE_FIXED ? DR_CASE_COMPACT : run->c.layout, &s->bytes);
     if (s->memory == NULL) {
         run->status = DR_ERR_MEMORY;
         return;
     }
-    memset(s->memory, 0xff, s->bytes); /* NaN in every element type */
-    s->view.data = s->memory + (size_t)before * item;
     run->count++;
     if (!s->info.output)
         fill(run, s);
@@ -204,25 +239,84 @@ void dr_case_alias(dr_case_run *run, dr_tensor *view, const char *name, const ch
     *view = s->view;
 }
 
+void dr_case_input(dr_case_run *run, dr_tensor *view, const char *name, dr_dtype dtype,
+                   dr_case_extents e, dr_case_values values, double span)
+{
+    dr_case_declare(run, view, name, DR_CASE_INPUT, dtype, e, values, span);
+}
+
+void dr_case_output(dr_case_run *run, dr_tensor *view, const char *name, dr_dtype dtype,
+                    dr_case_extents e)
+{
+    dr_case_declare(run, view, name, DR_CASE_OUTPUT, dtype, e, DR_VALUES_EVEN, 0);
+}
+
+void dr_case_gradient(dr_case_run *run, dr_tensor *view, const char *name, dr_dtype dtype,
+                      dr_case_extents e, bool always)
+{
+    if (always || !(run->c.flags & DR_CASE_FEW))
+        dr_case_declare(run, view, name, DR_CASE_GRADIENT, dtype, e, DR_VALUES_EVEN, 0);
+}
+
+void dr_case_fixed(dr_case_run *run, dr_tensor *view, const char *name, int role, dr_case_extents e)
+{
+    dr_case_declare(run, view, name, role | DR_CASE_FIXED, DR_F32, e, DR_VALUES_EVEN, 1);
+}
+
+void dr_case_fail(dr_case_run *run, dr_status status)
+{
+    if (run->status == DR_OK)
+        run->status = status;
+}
+
+int64_t dr_case_sequences(const dr_case *c) { return c->offsets != NULL ? c->N : c->B; }
+
+int64_t dr_case_pool(dr_case_run *run, const int32_t **index)
+{
+    int64_t N = dr_case_sequences(&run->c);
+    if (!(run->c.flags & DR_CASE_POOL))
+        return N;
+    run->state_index = malloc((size_t)N * sizeof *run->state_index);
+    if (run->state_index == NULL) {
+        dr_case_fail(run, DR_ERR_MEMORY);
+        return N;
+    }
+    for (int64_t n = 0; n < N; n++)
+        run->state_index[n] = n == 1 ? -1 : (int32_t)(N + 1 - n);
+    *index = run->state_index;
+    return N + 2;
+}
+
+dr_buffers dr_case_buffers(const dr_case_run *run)
+{
+    dr_buffers b = run->buffers;
+    if (run->c.flags & DR_CASE_NO_SAVED) {
+        b.saved = NULL;
+        b.saved_bytes = 0;
+    }
+    return b;
+}
+
 /* ------------------------------------------------------------------------ */
 /* Runs                                                                     */
 /* ------------------------------------------------------------------------ */
 
 const char *dr_case_op_name(dr_case_op op)
 {
-    return op > 0 && op < DR_CASE_OPS_ ? dr_case_rows[op].name : NULL;
+    return op > 0 && op < DR_CASE_OPS_ ? rows[op]->name : NULL;
 }
 
 int dr_case_trips(const dr_case *c)
 {
     const uint32_t forward_only = DR_CASE_IN_PLACE | DR_CASE_POOL | DR_CASE_NO_SAVED;
-    return c->flags & forward_only ? 1 : dr_case_rows[c->op].trips;
+    return c->flags & forward_only ? 1 : rows[c->op]->trips;
 }
 
 dr_status dr_case_open(const dr_case *c, const dr_context *ctx, bool wide, dr_case_source *source,
                        void *user, dr_case_run **out)
 {
     *out = NULL;
+    dr_case_forget();
     dr_case_run *run = calloc(1, sizeof *run);
     if (run == NULL)
         return DR_ERR_MEMORY;
@@ -241,7 +335,7 @@ dr_status dr_case_open(const dr_case *c, const dr_context *ctx, bool wide, dr_ca
     run->user = user;
     run->info = (dr_plan_info)DR_PLAN_INFO_INIT;
     run->buffers = (dr_buffers)DR_BUFFERS_INIT;
-    dr_status status = dr_case_rows[d->op].open(run);
+    dr_status status = rows[d->op]->open(run);
     if (status != DR_OK) {
         dr_case_close(run);
         return status;
@@ -252,13 +346,15 @@ dr_status dr_case_open(const dr_case *c, const dr_context *ctx, bool wide, dr_ca
 
 dr_status dr_case_call(dr_case_run *run, dr_direction dir)
 {
-    return dr_case_rows[run->c.op].call(run, dir);
+    dr_case_forget();
+    return rows[run->c.op]->call(run, dir);
 }
 
 void dr_case_close(dr_case_run *run)
 {
     if (run == NULL)
         return;
+    dr_case_world_close(run->world);
     dr_buffers_destroy(&run->buffers);
     dr_plan_destroy(run->plan);
     dr_layer_plan_destroy(run->layer_plan);
@@ -297,6 +393,8 @@ int32_t dr_case_chunk(const dr_case_run *run) { return run->info.chunk; }
 size_t dr_case_workspace(const dr_case_run *run, dr_direction dir)
 {
     bool saves = !(run->c.flags & DR_CASE_NO_SAVED);
+    if (run->world != NULL)
+        return dr_case_world_workspace(run->world);
     if (run->layer_plan != NULL)
         return run->buffers.scratch_bytes + (saves ? run->buffers.saved_bytes : 0);
     size_t scratch = dir == DR_FORWARD ? run->info.forward_scratch : run->info.backward_scratch;

@@ -30,6 +30,7 @@ typedef enum dr_case_op {
     DR_CASE_DELTA = 1, /* dr_forward, dr_backward */
     DR_CASE_STEP,      /* dr_step */
     DR_CASE_STAGES,    /* the stages of both directions; maps, applied and composed */
+    DR_CASE_CP,        /* as DELTA, over ranks */
     DR_CASE_CONV,      /* dr_conv, dr_conv_backward */
     DR_CASE_CONV_STEP,
     DR_CASE_GATE,
@@ -63,8 +64,18 @@ enum dr_case_flag {
     DR_CASE_MASK = 1u << 11,         /* LAYER: padding tokens */
     DR_CASE_TRANSPOSED = 1u << 12,   /* MATMUL: both operands transposed */
     DR_CASE_CHUNK_STATES = 1u << 13, /* DELTA: the states entering the chunks too */
-    DR_CASE_FULL = 1u << 14          /* not part of a quick run */
+    DR_CASE_FULL = 1u << 14,         /* not part of a quick run */
+    DR_CASE_APART = 1u << 15         /* CP: outputs stay with the ranks and are never read */
 };
+
+/* CP: who owns which tokens of the stream. */
+typedef enum dr_case_cut {
+    DR_CASE_CONTIGUOUS = 0, /* equal shares in order */
+    DR_CASE_UNEVEN,         /* unequal shares in order, every fourth rank without tokens */
+    DR_CASE_ZIGZAG,         /* two shares each, one from either end */
+    DR_CASE_CUTS,           /* rank r owns the tokens from cuts[r] to cuts[r + 1] of each row */
+    DR_CASE_CUT_COUNT_
+} dr_case_cut;
 
 /* Zero means the default of the struct that the field goes into. */
 typedef struct dr_case {
@@ -93,6 +104,10 @@ typedef struct dr_case {
     int32_t width, dilation;   /* CONV, LAYER */
     dr_activation activation;  /* CONV, NORM */
     int32_t hidden, gate_rank; /* LAYER */
+    const char *cp;            /* CP: the protocol */
+    int32_t ranks;
+    dr_case_cut cut;
+    const int64_t *cuts; /* of DR_CASE_CUTS: ranks + 1 tokens */
 } dr_case;
 
 /* What seeded values look like. */
@@ -131,11 +146,17 @@ const char *dr_case_op_name(dr_case_op op);
 int dr_case_trips(const dr_case *c); /* 1: forward only, 2: forward and adjoint */
 
 typedef struct dr_case_run dr_case_run;
-/* Errors are the library's, with its sentence; ERR_MEMORY may come without one. */
+/* Errors are the library's, with its sentence in dr_case_why; ERR_MEMORY may come without one. */
 dr_status dr_case_open(const dr_case *c, const dr_context *ctx, bool wide, dr_case_source *source,
                        void *user, dr_case_run **out);
 dr_status dr_case_call(dr_case_run *run, dr_direction dir);
 void dr_case_close(dr_case_run *run); /* NULL is fine */
+/* The sentence of the calling thread's last failure; of a CP run, that of the rank that failed. */
+const char *dr_case_why(void);
+/* CP: how long the slowest rank took for the last call, without spreading and gathering. */
+double dr_case_seconds(const dr_case_run *run);
+/* CP: messages and bytes that all ranks send in a call, as their plans say. */
+void dr_case_traffic(const dr_case_run *run, dr_direction dir, int64_t *sends, int64_t *bytes);
 
 int dr_case_tensors(const dr_case_run *run);
 const dr_case_tensor *dr_case_tensor_at(const dr_case_run *run, int index);

@@ -46,11 +46,13 @@ void dr_tool_usage(const char *format, ...)
     exit(DR_TOOL_USAGE);
 }
 
-int dr_tool_status(dr_status status)
+int dr_tool_status(dr_status status) { return dr_tool_failure(status, dr_last_error()); }
+
+int dr_tool_failure(dr_status status, const char *sentence)
 {
     if (status == DR_OK)
         return DR_TOOL_OK;
-    dr_tool_error("%s", dr_last_error());
+    dr_tool_error("%s", sentence);
     bool asked = status == DR_ERR_ARG || status == DR_ERR_SHAPE || status == DR_ERR_SUPPORT ||
                  status == DR_ERR_IO || status == DR_ERR_FORMAT;
     return asked ? DR_TOOL_USAGE : DR_TOOL_FAILED;

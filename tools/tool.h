@@ -42,6 +42,7 @@ void dr_tool_usage(const char *format, ...) DR_TOOL_FORMAT(1, 2) __attribute__((
 /* Prints the library's sentence of a failure; the exit code that fits: what the caller asked
  * for (arguments, shapes, files) is usage, anything else a failure. */
 int dr_tool_status(dr_status status);
+int dr_tool_failure(dr_status status, const char *sentence); /* the same, the sentence given */
 
 /* Numbers, the whole text and nothing else; otherwise wrong usage, in a sentence that names
  * the option, the rule and the value. */

@@ -20,10 +20,21 @@ typedef struct settings {
     dr_dtype dtype;
     int32_t chunk, threads;
     double tolerance; /* of the arithmetic; 0: that of the type */
+    const char *cp;   /* NULL: one rank */
+    int32_t ranks;    /* 0: those of the file */
     bool json;
 } settings;
 
-enum { OPTION_DTYPE = 1000, OPTION_CHUNK, OPTION_THREADS, OPTION_TOL, OPTION_JSON };
+enum { MAX_RANKS = 64 };
+enum {
+    OPTION_DTYPE = 1000,
+    OPTION_CHUNK,
+    OPTION_THREADS,
+    OPTION_TOL,
+    OPTION_JSON,
+    OPTION_CP,
+    OPTION_RANKS
+};
 
 static error_t parse(int key, char *text, struct argp_state *state)
 {
@@ -47,6 +58,12 @@ static error_t parse(int key, char *text, struct argp_state *state)
     case OPTION_JSON:
         s->json = true;
         return 0;
+    case OPTION_CP:
+        s->cp = text;
+        return 0;
+    case OPTION_RANKS:
+        s->ranks = (int32_t)dr_tool_int("--ranks", text, 1, MAX_RANKS);
+        return 0;
     case ARGP_KEY_ARG:
         if (s->path != NULL)
             dr_tool_usage("verify takes one file, got \"%s\" too", text);
@@ -54,120 +71,13 @@ static error_t parse(int key, char *text, struct argp_state *state)
         return 0;
     case ARGP_KEY_NO_ARGS:
         dr_tool_usage("verify needs a file of test vectors");
+    case ARGP_KEY_END:
+        if (s->ranks > 0 && s->cp == NULL)
+            dr_tool_usage("--ranks: needs --cp, which says how the ranks exchange states");
+        return 0;
     default:
         return ARGP_ERR_UNKNOWN;
     }
-}
-
-/* ------------------------------------------------------------------------ */
-/* Running a job                                                            */
-/* ------------------------------------------------------------------------ */
-
-typedef struct filler {
-    const dr_verify_job *job;
-    bool moved;              /* every value changed by its unit roundoff in f32, up or down */
-    char problem[256];       /* the first tensor that the file cannot fill */
-    char name[DR_CASE_NAME]; /* of the tensor in values */
-    double *values;          /* a whole tensor, gathered */
-} filler;
-
-static const dr_verify_item *input_of(const dr_verify_job *job, const char *tensor)
-{
-    for (int i = 0; i < job->n_inputs; i++)
-        if (strcmp(job->inputs[i].tensor, tensor) == 0)
-            return &job->inputs[i];
-    return NULL;
-}
-
-static void begin_tensor(filler *f, const dr_case_tensor *t)
-{
-    const dr_verify_item *item = input_of(f->job, t->name);
-    snprintf(f->name, sizeof f->name, "%s", t->name);
-    free(f->values);
-    f->values = calloc((size_t)(t->count > 0 ? t->count : 1), sizeof *f->values);
-    if (f->problem[0] != '\0')
-        return;
-    if (f->values == NULL)
-        snprintf(f->problem, sizeof f->problem, "no memory for tensor \"%s\"", t->name);
-    else if (item == NULL)
-        snprintf(f->problem, sizeof f->problem, "no record for tensor \"%s\"", t->name);
-    else if (item->values != NULL && item->gather != NULL)
-        item->gather(f->job, item, item->values, f->values);
-    else if (item->values != NULL && item->count != t->count)
-        snprintf(f->problem, sizeof f->problem,
-                 "record \"%s\": tensor \"%s\" takes %lld values, got %lld", item->label, t->name,
-                 (long long)t->count, (long long)item->count);
-    else if (item->values != NULL)
-        memcpy(f->values, item->values, (size_t)item->count * sizeof *f->values);
-}
-
-static void fill(void *user, const dr_case_tensor *t, int64_t first, int64_t count, double *out)
-{
-    filler *f = user;
-    if (strcmp(f->name, t->name) != 0)
-        begin_tensor(f, t);
-    for (int64_t i = first; i < first + count; i++) {
-        double x = f->values != NULL ? f->values[i] : NAN;
-        double sign = (uint64_t)i * 0x9e3779b97f4a7c15u >> 63 ? 1 : -1;
-        out[i - first] = f->moved ? x * (1 + sign * 0x1p-24) : x;
-    }
-}
-
-enum manner { PLAIN, WIDE, MOVED };
-
-/* Opens and runs all trips; prints what went wrong and sets *code. */
-static dr_case_run *run_job(const dr_verify_job *job, const char *path, const dr_case *c,
-                            const dr_context *ctx, enum manner manner, int *code)
-{
-    filler f = {.job = job, .moved = manner == MOVED};
-    const bool wide = manner == WIDE;
-    dr_case_run *run = NULL;
-    dr_status status = dr_case_open(c, ctx, wide, fill, &f, &run);
-    free(f.values);
-    if (status == DR_OK && f.problem[0] == '\0')
-        status = dr_case_call(run, DR_FORWARD);
-    if (status == DR_OK && f.problem[0] == '\0' && dr_case_trips(c) == 2)
-        status = dr_case_call(run, DR_ADJOINT);
-    if (status == DR_OK && f.problem[0] == '\0')
-        return run;
-    dr_case_close(run);
-    if (f.problem[0] != '\0') {
-        dr_tool_error("%s: %s", path, f.problem);
-        *code = DR_TOOL_USAGE;
-    } else {
-        *code = dr_tool_status(status);
-    }
-    return NULL;
-}
-
-/* An output in the arrangement of its record: item->count values, or NULL if the run has
- * none that fit (*why then says so). The caller frees. */
-static double *read_output(const dr_verify_job *job, const dr_verify_item *item,
-                           const dr_case_run *run, const char **why)
-{
-    int at = dr_case_find(run, item->tensor);
-    *why = "the run has no tensor for it";
-    if (at < 0)
-        return NULL;
-    int64_t count = dr_case_tensor_at(run, at)->count;
-    *why = "its size is not the tensor's";
-    if (item->gather == NULL && count != item->count)
-        return NULL;
-    double *tensor = malloc((size_t)(count > 0 ? count : 1) * sizeof *tensor);
-    double *out = malloc((size_t)(item->count > 0 ? item->count : 1) * sizeof *out);
-    *why = "no memory";
-    if (tensor == NULL || out == NULL) {
-        free(tensor);
-        free(out);
-        return NULL;
-    }
-    dr_case_read(run, at, tensor);
-    if (item->gather != NULL)
-        item->gather(job, item, tensor, out);
-    else
-        memcpy(out, tensor, (size_t)count * sizeof *out);
-    free(tensor);
-    return out;
 }
 
 /* ------------------------------------------------------------------------ */
@@ -194,9 +104,11 @@ static void report(const settings *s, const dr_verify_set *set, const dr_context
                e->ok ? "ok" : "BEYOND");
 }
 
+/* Between ranks states are f32, whatever the tensors are. */
 static double arithmetic_limit(const settings *s)
 {
-    return s->tolerance > 0 ? s->tolerance : s->dtype == DR_F64 ? DR_CASE_FP64 : DR_CASE_FP32;
+    const bool exact = s->dtype == DR_F64 && s->cp == NULL;
+    return s->tolerance > 0 ? s->tolerance : exact ? DR_CASE_FP64 : DR_CASE_FP32;
 }
 
 static bool compare_item(const settings *s, const dr_verify_set *set, const dr_verify_job *job,
@@ -204,8 +116,8 @@ static bool compare_item(const settings *s, const dr_verify_set *set, const dr_v
                          const dr_case_run *want, verdict *v, int *code)
 {
     const char *why;
-    double *a = read_output(job, item, got, &why);
-    double *b = a != NULL && want != NULL ? read_output(job, item, want, &why) : NULL;
+    double *a = dr_verify_read(job, item, got, &why);
+    double *b = a != NULL && want != NULL ? dr_verify_read(job, item, want, &why) : NULL;
     if (a == NULL || (want != NULL && b == NULL)) {
         dr_tool_error("%s: record \"%s\": %s", s->path, item->label, why);
         *code = DR_TOOL_USAGE;
@@ -237,7 +149,7 @@ static bool check_reference(const settings *s, const dr_verify_job *job, const d
 {
     dr_case c = job->c;
     set_dtypes(&c, DR_F64, true);
-    dr_case_run *run = run_job(job, s->path, &c, ref, WIDE, code);
+    dr_case_run *run = dr_verify_run(job, s->path, &c, ref, DR_VERIFY_WIDE, code);
     if (run == NULL)
         return false;
     for (int i = 0; i < job->n_outputs; i++) {
@@ -245,7 +157,7 @@ static bool check_reference(const settings *s, const dr_verify_job *job, const d
         const char *why;
         if (item->chunk != 0 && item->chunk != dr_case_chunk(run))
             continue;
-        double *a = read_output(job, item, run, &why);
+        double *a = dr_verify_read(job, item, run, &why);
         if (a == NULL)
             continue; /* the run under test says why */
         dr_dtype stored = dr_case_tensor_at(run, dr_case_find(run, item->tensor))->dtype;
@@ -266,12 +178,12 @@ static bool check_reference(const settings *s, const dr_verify_job *job, const d
 static bool report_sensitivity(const settings *s, const dr_verify_job *job, const dr_case *c,
                                const dr_context *ctx, const dr_case_run *got, int *code)
 {
-    dr_case_run *moved = run_job(job, s->path, c, ctx, MOVED, code);
+    dr_case_run *moved = dr_verify_run(job, s->path, c, ctx, DR_VERIFY_MOVED, code);
     for (int i = 0; moved != NULL && i < job->n_outputs; i++) {
         const dr_verify_item *item = &job->outputs[i];
         const char *why;
-        double *a = item->beyond ? read_output(job, item, got, &why) : NULL;
-        double *b = a != NULL ? read_output(job, item, moved, &why) : NULL;
+        double *a = item->beyond ? dr_verify_read(job, item, got, &why) : NULL;
+        double *b = a != NULL ? dr_verify_read(job, item, moved, &why) : NULL;
         if (b != NULL) {
             double change = dr_case_compare(b, a, item->count, DR_F32, DR_CASE_FP32, 0).relative;
             if (s->json)
@@ -289,6 +201,25 @@ static bool report_sensitivity(const settings *s, const dr_verify_job *job, cons
     return moved != NULL;
 }
 
+/* The whole pass goes over ranks: those of the file with its cuts, or as many equal shares as were
+ * asked for. */
+static void spread_case(const settings *s, dr_case *c)
+{
+    c->op = DR_CASE_CP;
+    c->cp = s->cp;
+    c->flags &= ~(uint32_t)DR_CASE_CHUNK_STATES;
+    if (s->ranks > 0) {
+        c->ranks = s->ranks;
+        c->cut = DR_CASE_CONTIGUOUS;
+    }
+}
+
+/* Chunk states are those of one cut into chunks; ranks have their own. */
+static bool applies(const settings *s, const dr_verify_item *item, const dr_case_run *run)
+{
+    return item->chunk == 0 || (s->cp == NULL && item->chunk == dr_case_chunk(run));
+}
+
 static bool verify_job(const settings *s, const dr_verify_set *set, dr_verify_job *job,
                        const dr_context *ctx, const dr_context *ref, verdict *v, int *code)
 {
@@ -296,17 +227,22 @@ static bool verify_job(const settings *s, const dr_verify_set *set, dr_verify_jo
     dr_case c = job->c;
     c.chunk = s->chunk;
     set_dtypes(&c, s->dtype, s->dtype == DR_F64);
-    dr_case_run *got = run_job(job, s->path, &c, ctx, PLAIN, code), *want = NULL;
+    dr_case one_rank = c;
+    if (s->cp != NULL && c.op != DR_CASE_DELTA)
+        return true; /* decoding and maps are no exchange */
+    if (s->cp != NULL)
+        spread_case(s, &c);
+    dr_case_run *got = dr_verify_run(job, s->path, &c, ctx, DR_VERIFY_PLAIN, code), *want = NULL;
     bool good = got != NULL;
     if (good && narrow) {
-        c.chunk = dr_case_chunk(got);
-        want = run_job(job, s->path, &c, ref, WIDE, code);
+        one_rank.chunk = s->cp == NULL ? dr_case_chunk(got) : s->chunk;
+        want = dr_verify_run(job, s->path, &one_rank, ref, DR_VERIFY_WIDE, code);
         good = want != NULL && check_reference(s, job, ref, v, code);
     }
     const int before = v->beyond;
     for (int i = 0; good && i < job->n_outputs; i++) {
         dr_verify_item *item = &job->outputs[i];
-        if (item->chunk != 0 && item->chunk != dr_case_chunk(got))
+        if (!applies(s, item, got))
             item->skipped = true;
         else
             good = compare_item(s, set, job, item, ctx, got, want, v, code);
@@ -343,11 +279,16 @@ static void report_end(const settings *s, const dr_verify_set *set, const dr_vec
         if (!file->records[i].used || is_skipped(set, file->records[i].name))
             json_array_append_new(names, json_string(file->records[i].name));
     if (s->json) {
-        dr_tool_json(json_pack(
-            "{sb so ss ss ss si si so so sb}", "summary", 1, "file", dr_tool_text(s->path), "kind",
-            set->kind, "backend", dr_context_backend(ctx), "dtype", dr_dtype_name(s->dtype),
-            "compared", v->compared, "beyond", v->beyond, "reference_share_of_limit",
-            dr_tool_number(v->reference_worst), "not_compared", names, "ok", ok));
+        dr_tool_json(json_pack("{sb so ss ss ss si ss si si so so sb}", "summary", 1, "file",
+                               dr_tool_text(s->path), "kind", set->kind, "backend",
+                               dr_context_backend(ctx), "dtype", dr_dtype_name(s->dtype), "ranks",
+                               (int)(s->cp == NULL  ? 1
+                                     : s->ranks > 0 ? s->ranks
+                                                    : set->ranks),
+                               "cp", s->cp != NULL ? s->cp : "none", "compared", v->compared,
+                               "beyond", v->beyond, "reference_share_of_limit",
+                               dr_tool_number(v->reference_worst), "not_compared", names, "ok",
+                               ok));
         return;
     }
     size_t count = json_array_size(names);
@@ -379,9 +320,23 @@ static int verify_set(const settings *s, dr_verify_set *set, const dr_vectors *f
         dr_tool_error("--chunk: %s vectors have no chunks, got %d", set->kind, s->chunk);
         return DR_TOOL_USAGE;
     }
+    const int64_t ranks = s->ranks > 0 ? s->ranks : set->ranks;
+    if (s->cp != NULL && !set->has_chunks) {
+        dr_tool_error("--cp: %s vectors are not for ranks; gdn, kda, cp-gdn and cp-kda are",
+                      set->kind);
+        return DR_TOOL_USAGE;
+    }
+    if (s->cp != NULL && (ranks < 1 || ranks > MAX_RANKS)) {
+        dr_tool_error(ranks < 1 ? "--ranks: must be given, since the file has no record \"cuts\""
+                                : "--ranks: the file cuts for more than 64 ranks; give fewer");
+        return DR_TOOL_USAGE;
+    }
     if (!s->json) {
         printf("%s: %s on %s (%s, %d threads), %s\n", s->path, set->kind, dr_context_backend(ctx),
                dr_context_isa(ctx), dr_context_threads(ctx), dr_dtype_name(s->dtype));
+        if (s->cp != NULL)
+            printf("over %lld ranks, %s, %s\n", (long long)ranks, s->cp,
+                   s->ranks > 0 ? "equal shares" : "cut as in the file");
         printf("  %-28s %9s %9s %9s\n", "tensor", "rel. L2", "limit", "largest");
     }
     verdict v = {0};
@@ -402,7 +357,9 @@ static int verify_file(const settings *s, dr_vectors *file)
         dr_tool_error("%s: %s", s->path, set.problem);
         code = DR_TOOL_USAGE;
     } else {
-        dr_context *ref = NULL, *ctx = dr_tool_context(s->backend, s->threads, &code);
+        dr_context *ref = NULL,
+                   *ctx = dr_tool_context(s->backend,
+                                          s->threads == 0 && s->cp != NULL ? 1 : s->threads, &code);
         if (ctx != NULL)
             ref = dr_tool_context("ref", s->threads, &code);
         if (ref != NULL)
@@ -422,12 +379,16 @@ int dr_tool_verify(int argc, char **argv)
          "Element type of q, k, v, beta, o and the like: f32 (default), bf16, f16, or f64 on ref",
          0},
         {"chunk", OPTION_CHUNK, "C", 0, "Chunk length (default: the backend's choice)", 0},
-        {"threads", OPTION_THREADS, "N", 0, "Threads (default: OMP_NUM_THREADS, else the cores)",
-         0},
+        {"threads", OPTION_THREADS, "N", 0,
+         "Threads (default: OMP_NUM_THREADS, else the cores; with --cp 1 for each rank)", 0},
         {"tol", OPTION_TOL, "X", 0,
-         "Limit of the relative L2 error (default 1e-5, f64 1e-11); the rounding of narrow outputs "
+         "Limit of the relative L2 error (default 1e-5, f64 on one rank 1e-11); the rounding of narrow outputs "
          "is added to it",
          0},
+        {"cp", OPTION_CP, "SPEC", 0,
+         "Run the pass over ranks, a thread each, with this protocol, such as p2p or grouped:2", 0},
+        {"ranks", OPTION_RANKS, "N", 0,
+         "Ranks for --cp, with equal shares (default: as the record \"cuts\" of the file says)", 0},
         {"json", OPTION_JSON, NULL, 0, "One JSON object a line", 0},
         {0},
     };

@@ -48,7 +48,8 @@ typedef struct dr_verify_set {
     bool has_chunks;     /* the delta rule */
     dr_verify_job *jobs; /* room for DR_VERIFY_MAX_JOBS */
     int count;
-    int64_t *offsets;
+    int64_t *offsets, *cuts;
+    int32_t ranks;    /* of cuts; 0: the file has none */
     double *owned[2]; /* values made from several records */
     char problem[256];
 } dr_verify_set;
@@ -57,6 +58,19 @@ typedef struct dr_verify_set {
  * false: set->problem holds a sentence. The file must outlive the set. */
 bool dr_verify_make(dr_vectors *file, dr_verify_set *set);
 void dr_verify_free(dr_verify_set *set);
+
+/* How the values of a run are: as they are, kept in f64 whatever the type (ref), or every one
+ * moved by its unit roundoff in f32. */
+typedef enum dr_verify_manner { DR_VERIFY_PLAIN, DR_VERIFY_WIDE, DR_VERIFY_MOVED } dr_verify_manner;
+
+/* Opens a case with the inputs of a job and runs all trips. NULL: what went wrong has been
+ * printed and *code set; path is the file's. */
+dr_case_run *dr_verify_run(const dr_verify_job *job, const char *path, const dr_case *c,
+                           const dr_context *ctx, dr_verify_manner manner, int *code);
+/* An output in the arrangement of its record: item->count values, or NULL if the run has
+ * none that fit (*why then says so). The caller frees. */
+double *dr_verify_read(const dr_verify_job *job, const dr_verify_item *item, const dr_case_run *run,
+                       const char **why);
 
 /* ------------------------------------------------------------------------ */
 /* For makers                                                               */
@@ -67,6 +81,7 @@ typedef struct dr_verify_maker {
     dr_verify_set *set;
 } dr_verify_maker;
 
+void dr_verify_cp(dr_verify_maker *m);
 void dr_verify_gdn(dr_verify_maker *m);
 void dr_verify_kda(dr_verify_maker *m);
 void dr_verify_conv(dr_verify_maker *m);
@@ -96,6 +111,8 @@ const dr_record *dr_verify_record(dr_verify_maker *m, const char *name, dr_verif
 bool dr_verify_has(const dr_verify_maker *m, const char *name);
 double dr_verify_number(dr_verify_maker *m, const char *name);
 int64_t dr_verify_integer(dr_verify_maker *m, const char *name, int64_t low, int64_t high);
+/* Reads "cuts", of c->T tokens, into c. */
+void dr_verify_cuts(dr_verify_maker *m, dr_case *c);
 /* Reads "offsets" into c. Two offsets mean rows of T tokens, more mean documents of one row. */
 void dr_verify_offsets(dr_verify_maker *m, dr_case *c);
 

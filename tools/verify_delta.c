@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * verify_delta.c - makers of the kinds gdn and kda: the whole pass, decoding, and the maps of
- * dense files. The names of records are those of the formulas (h0, dht, S, M, G).
+ * dense files; and of cp-gdn and cp-kda: the whole pass of a stream that the file cuts over ranks.
+ * The names of records are those of the formulas (h0, dht, S, M, G).
  */
 #include "verify.h"
 
@@ -53,10 +54,12 @@ static void read_delta_dims(dr_verify_maker *m, dr_case *c)
     c->V = (int32_t)v->shape[3];
     c->gate = DR_GATE_LOG;
     c->beta = DR_BETA_VALUE;
+    dr_verify_offsets(m, c);
+    if (c->flags & DR_CASE_NO_STATE)
+        return;
     c->scale = dr_verify_number(m, "scale");
     if (c->scale == 0)
         dr_verify_refuse(m, "record \"scale\": must not be 0");
-    dr_verify_offsets(m, c);
     bool h0 = dr_verify_has(m, "h0"), dht = dr_verify_has(m, "dht");
     if (h0 != dht)
         dr_verify_refuse(m, "records \"h0\" and \"dht\": both or neither, got \"%s\" alone",
@@ -117,6 +120,8 @@ static void add_delta_outputs(dr_verify_maker *m, dr_verify_job *job)
     dr_verify_output(m, job, "dv", dr_verify_record(m, "dv", rows));
     dr_verify_output(m, job, "dg", dr_verify_record(m, "dg", gates))->doubt = doubt_of_dg(m, keys);
     dr_verify_output(m, job, "dbeta", dr_verify_record(m, "dbeta", heads));
+    if (c->flags & DR_CASE_NO_STATE)
+        return;
     dr_verify_output(m, job, "final_state", dr_verify_record(m, "ht", state));
     if (!(c->flags & DR_CASE_FRESH))
         dr_verify_output(m, job, "d_initial_state", dr_verify_record(m, "dh0", state));
@@ -198,6 +203,24 @@ static void make_delta(dr_verify_maker *m, dr_variant variant)
     dr_verify_item *r = dr_verify_output(m, maps, "d_maps", dr_verify_record(m, "M", square));
     r->gather = gather_adjoint_transition;
     snprintf(r->label, sizeof r->label, "M (adjoint)");
+}
+
+/* Streams over ranks start from zero states and keep the usual scale. */
+void dr_verify_cp(dr_verify_maker *m)
+{
+    const dr_record *g = dr_vectors_find(m->file, "g");
+    const bool wide = g != NULL && g->rank == 4;
+    m->set->kind = wide ? "cp-kda" : "cp-gdn";
+    m->set->has_chunks = true;
+    dr_verify_job *job = dr_verify_start(m, DR_CASE_DELTA);
+    job->c.variant = wide ? DR_KDA : DR_GDN;
+    job->c.flags = DR_CASE_NO_STATE;
+    read_delta_dims(m, &job->c);
+    if (m->set->problem[0] != '\0')
+        return;
+    dr_verify_cuts(m, &job->c);
+    add_delta_inputs(m, job, true);
+    add_delta_outputs(m, job);
 }
 
 void dr_verify_gdn(dr_verify_maker *m) { make_delta(m, DR_GDN); }

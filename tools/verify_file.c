@@ -86,16 +86,48 @@ int64_t dr_verify_integer(dr_verify_maker *m, const char *name, int64_t low, int
     return (int64_t)x;
 }
 
+/* Whether a record holds whole numbers that never fall, from 0 to at most last. */
+static bool rises(const dr_record *r, int64_t last)
+{
+    const int64_t n = r->count - 1;
+    bool good = n >= 1 && r->values[0] == 0 && r->values[n] <= (double)last;
+    for (int64_t i = 0; good && i < n; i++)
+        good = r->values[i + 1] >= r->values[i] && r->values[i + 1] == floor(r->values[i + 1]);
+    return good;
+}
+
+static int64_t *integers(dr_verify_maker *m, const dr_record *r)
+{
+    int64_t *out = malloc((size_t)r->count * sizeof *out);
+    if (out == NULL)
+        dr_verify_refuse(m, "no memory for record \"%s\"", r->name);
+    for (int64_t i = 0; out != NULL && i < r->count; i++)
+        out[i] = (int64_t)r->values[i];
+    return out;
+}
+
+void dr_verify_cuts(dr_verify_maker *m, dr_case *c)
+{
+    const dr_record *r = dr_verify_record(m, "cuts", DR_E1(-1));
+    if (r->values == NULL)
+        return;
+    if (!rises(r, c->T) || r->values[r->count - 1] != (double)c->T) {
+        dr_verify_refuse(m, "record \"cuts\": must be whole numbers rising from 0 to %lld",
+                         (long long)c->T);
+        return;
+    }
+    c->cuts = m->set->cuts = integers(m, r);
+    c->ranks = m->set->ranks = (int32_t)(r->count - 1);
+    c->cut = DR_CASE_CUTS;
+}
+
 void dr_verify_offsets(dr_verify_maker *m, dr_case *c)
 {
     const dr_record *r = dr_verify_record(m, "offsets", DR_E1(-1));
     if (r->values == NULL)
         return;
     int64_t n = r->count - 1;
-    bool good = n >= 1 && r->values[0] == 0 && r->values[n] <= (double)c->T;
-    for (int64_t i = 0; good && i < n; i++)
-        good = r->values[i + 1] >= r->values[i] && r->values[i + 1] == floor(r->values[i + 1]);
-    if (!good) {
+    if (!rises(r, c->T)) {
         dr_verify_refuse(m,
                          "record \"offsets\": must be whole numbers rising from 0 to at most %lld",
                          (long long)c->T);
@@ -108,13 +140,7 @@ void dr_verify_offsets(dr_verify_maker *m, dr_case *c)
                          (long long)n, (long long)c->B);
         return;
     }
-    m->set->offsets = malloc((size_t)(n + 1) * sizeof(int64_t));
-    if (m->set->offsets == NULL) {
-        dr_verify_refuse(m, "no memory for %lld offsets", (long long)n);
-        return;
-    }
-    for (int64_t i = 0; i <= n; i++)
-        m->set->offsets[i] = (int64_t)r->values[i];
+    m->set->offsets = integers(m, r);
     c->offsets = m->set->offsets;
     c->N = n;
 }
@@ -168,9 +194,9 @@ dr_verify_item *dr_verify_output(dr_verify_maker *m, dr_verify_job *job, const c
 static const struct kind {
     const char *name, *record;
     int32_t rank;
-    void (*make)(dr_verify_maker *m); /* NULL: not offered */
+    void (*make)(dr_verify_maker *m);
 } kinds[] = {
-    {"context-parallel", "cuts", 0, NULL},
+    {"cp", "cuts", 0, dr_verify_cp},
     {"gate", "gdn.x", 0, dr_verify_gate},
     {"layer", "config", 0, dr_verify_layer},
     {"layer-gdn", "param.in_proj_qkv", 0, dr_verify_layer_gdn},
@@ -182,7 +208,8 @@ static const struct kind {
 
 bool dr_verify_make(dr_vectors *file, dr_verify_set *set)
 {
-    static const char offered[] = "gdn, kda, conv, gate, layer, layer-gdn and layer-kda";
+    static const char offered[] =
+        "gdn, kda, cp-gdn, cp-kda, conv, gate, layer, layer-gdn and layer-kda";
     *set = (dr_verify_set){0};
     dr_verify_maker m = {file, set};
     for (size_t i = 0; i < sizeof kinds / sizeof kinds[0]; i++) {
@@ -190,9 +217,6 @@ bool dr_verify_make(dr_vectors *file, dr_verify_set *set)
         if (r == NULL || (kinds[i].rank != 0 && r->rank != kinds[i].rank))
             continue;
         set->kind = kinds[i].name;
-        if (kinds[i].make == NULL)
-            return dr_verify_refuse(&m, "holds %s vectors (record \"%s\"); this build verifies %s",
-                                    kinds[i].name, kinds[i].record, offered);
         set->jobs = calloc(DR_VERIFY_MAX_JOBS, sizeof *set->jobs);
         if (set->jobs == NULL)
             return dr_verify_refuse(&m, "no memory for the jobs");
@@ -207,6 +231,7 @@ void dr_verify_free(dr_verify_set *set)
 {
     free(set->jobs);
     free(set->offsets);
+    free(set->cuts);
     free(set->owned[0]);
     free(set->owned[1]);
     *set = (dr_verify_set){0};
