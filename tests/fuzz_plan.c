@@ -75,7 +75,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
             abort();
         return 0;
     }
-    if (out.value_heads % out.heads != 0 || out.scale == 0 || out.l2norm_eps <= 0 ||
+    if (out.value_heads % out.heads != 0 || out.scale == 0 || (out.l2norm && out.l2norm_eps <= 0) ||
         (out.beta_scale != 1 && out.beta_scale != 2))
         abort();
     if (out.batch > 1000 || out.tokens > 100000) /* legal; too long to walk */

@@ -100,6 +100,7 @@ static void avoid_remainders(spec *s)
 {
     if (s->p.key_dim == 1) {
         s->p.l2norm = 0;
+        s->p.l2norm_eps = 0;
         s->wide_beta = false;
     }
     if (s->p.tokens > 2 * s->p.key_dim)
@@ -125,7 +126,7 @@ static spec draw_spec(rng *r, dr_variant variant, int64_t T, int32_t K, int32_t 
     if (s.p.beta == DR_BETA_LOGIT)
         s.p.beta_scale = 1 + (double)rng_below(r, 2);
     s.p.l2norm = (int32_t)rng_below(r, 2);
-    s.p.l2norm_eps = rng_below(r, 2) ? 0 : 1e-3;
+    s.p.l2norm_eps = rng_below(r, 2) || !s.p.l2norm ? 0 : 1e-3;
     s.p.scale = rng_below(r, 2) ? 0 : 0.7;
     s.p.head_map = (dr_head_map)rng_below(r, 2);
     s.p.state_v_first = (int32_t)rng_below(r, 2);

@@ -571,6 +571,39 @@ static void test_agreement(void **state)
     }
 }
 
+static dr_status fail_silently(dr_comm *comm, const dr_transfer *transfers, int32_t n, dr_batch **out)
+{
+    (void)comm;
+    (void)transfers;
+    (void)n;
+    (void)out;
+    return DR_ERR_COMM;
+}
+
+/* A host's own communicator that fails on one rank and says nothing: that rank gets a sentence, and
+ * the others do not wait for the time limit. */
+static void test_silent_failure(void **state)
+{
+    (void)state;
+    dr_comm *comms[3];
+    pthread_t threads[3];
+    disagreeing d[3];
+    open_ranks(comms, 3, 600);
+    dr_comm_ops broken = *comms[1]->ops;
+    broken.post = fail_silently;
+    comms[1]->ops = &broken;
+    for (int r = 0; r < 3; r++) {
+        d[r] = (disagreeing){.comm = comms[r], .what = -1};
+        assert_int_equal(pthread_create(&threads[r], NULL, disagree, &d[r]), 0);
+    }
+    for (int r = 0; r < 3; r++)
+        pthread_join(threads[r], NULL);
+    for (int r = 0; r < 3; r++)
+        assert_int_equal(d[r].status, DR_ERR_COMM);
+    assert_non_null(strstr(d[1].error, "post of threads on rank 1 returned"));
+    close_ranks(comms, 3);
+}
+
 static void refused(dr_status status, const char *sentence)
 {
     assert_true(status != DR_OK);
@@ -624,6 +657,7 @@ int main(void)
         cmocka_unit_test(test_nothing_crosses_boundaries),
         cmocka_unit_test(test_peers_that_fail),
         cmocka_unit_test(test_agreement),
+        cmocka_unit_test(test_silent_failure),
         cmocka_unit_test(test_refusals),
     };
     return cmocka_run_group_tests_name("cp", tests, NULL, NULL);

@@ -98,6 +98,11 @@ static void test_spoilt_buffers(void **state)
             x.scratch = (char *)x.scratch + 4;
             expect_refused(&r, e, &r.io, &x, DR_ERR_BUFFER, "buffers: must be aligned to 64 bytes");
             x = r.b.b;
+            x.saved = (char *)x.scratch + 64; /* the end of one is the start of the other */
+            x.saved_bytes = SIZE_MAX;
+            if (scratch_of(&r, e) > 64)
+                expect_refused(&r, e, &r.io, &x, DR_ERR_BUFFER, "must not overlap");
+            x = r.b.b;
             x.size--;
             expect_refused(&r, e, &r.io, &x, DR_ERR_ARG, "buffers.size: must be ");
             expect_refused(&r, e, &r.io, NULL, DR_ERR_ARG, "buffers: must not be NULL");

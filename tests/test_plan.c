@@ -97,10 +97,14 @@ static void test_refused_numbers(void **state)
     BAD((p.beta = DR_BETA_LOGIT, p.beta_scale = 1.5), DR_ERR_ARG,
         "beta_scale: must be 1 or 2, got 1.5");
     BAD((p.beta = DR_BETA_LOGIT, p.beta_scale = NAN), DR_ERR_ARG, "beta_scale: must be 1 or 2");
-    BAD(p.l2norm_eps = -1e-6, DR_ERR_ARG, "l2norm_eps: must be finite and above 0, got -1e-06");
-    BAD(p.l2norm_eps = INFINITY, DR_ERR_ARG, "l2norm_eps: must be finite");
-    BAD(p.l2norm_eps = NAN, DR_ERR_ARG, "l2norm_eps: must be finite");
-    BAD(p.scale = INFINITY, DR_ERR_ARG, "scale: must be finite, got inf");
+    BAD(p.l2norm_eps = 1e-3, DR_ERR_ARG, "l2norm_eps: must be 0 without l2norm, got 0.001");
+    BAD(p.scale = 1e300, DR_ERR_ARG, "scale: must be finite in fp32, got 1e+300");
+    BAD((p.l2norm = 1, p.l2norm_eps = -1e-6), DR_ERR_ARG,
+        "l2norm_eps: must be 1.17549e-38 to 3.40282e+38, got -1e-06");
+    BAD((p.l2norm = 1, p.l2norm_eps = INFINITY), DR_ERR_ARG, "l2norm_eps: must be 1");
+    BAD((p.l2norm = 1, p.l2norm_eps = NAN), DR_ERR_ARG, "l2norm_eps: must be 1");
+    BAD((p.l2norm = 1, p.l2norm_eps = 1e-300), DR_ERR_ARG, "l2norm_eps: must be 1");
+    BAD(p.scale = INFINITY, DR_ERR_ARG, "scale: must be finite in fp32, got inf");
     BAD(p.scale = NAN, DR_ERR_ARG, "scale: must be finite");
     BAD(p.chunk = -1, DR_ERR_ARG, "chunk: must be 0 (the backend's choice) or more, got -1");
 }
@@ -134,9 +138,10 @@ static void test_defaults(void **state)
     p.value_heads = 0;
     MUST(dr_problem_complete(&p, &out));
     assert_int_equal(out.value_heads, 2);
-    assert_true(out.scale == 0.25 && out.l2norm_eps == 1e-6 && out.beta_scale == 1);
+    assert_true(out.scale == 0.25 && out.l2norm_eps == 0 && out.beta_scale == 1);
     assert_int_equal(out.chunk, 0); /* the backend's to fill in */
     p.scale = -3;
+    p.l2norm = 1;
     p.l2norm_eps = 0.5;
     p.beta = DR_BETA_LOGIT;
     p.beta_scale = 2;

@@ -229,6 +229,7 @@ static dr_pass trip_pass(trip *t, int dir)
         .staged = true,
         .head1 = HV,
         .col1 = V,
+        .piece1 = t->plan.n_pieces,
         .saved = {.base = t->memory[0].b.saved, .size = t->memory[0].b.saved_bytes},
         .scratch = {.base = m->b.scratch, .size = m->b.scratch_bytes},
     };

@@ -400,22 +400,25 @@ static const struct rounding {
 dr_case_error dr_case_compare(const double *got, const double *want, int64_t count, dr_dtype stored,
                               double arithmetic, double doubt)
 {
-    double difference = 0, norm = 0;
+    double difference = 0, norm = 0, unit = 0;
     dr_case_error e = {0};
+    for (int64_t i = 0; i < count; i++)
+        unit = fmax(unit, fmax(fabs(got[i]), fabs(want[i])));
+    unit = unit > 0 && isfinite(unit) ? unit : 1; /* squares must not overflow: inf <= inf would pass */
     for (int64_t i = 0; i < count; i++) {
         double d = got[i] - want[i];
-        difference += d * d;
-        norm += want[i] * want[i];
+        difference += d / unit * (d / unit);
+        norm += want[i] / unit * (want[i] / unit);
         if (!(fabs(d) <= e.largest) && !isnan(e.largest))
             e.largest = fabs(d);
     }
-    difference = sqrt(difference);
-    norm = sqrt(norm);
+    difference = unit * sqrt(difference);
+    norm = unit * sqrt(norm);
     const struct rounding *r = &roundings[stored];
     double absolute = sqrt((double)count) * r->smallest + doubt;
     double budget = r->narrow ? arithmetic + r->unit : fmax(arithmetic, r->unit);
     e.relative = difference == 0 ? 0 : difference / norm;
     e.limit = norm > 0 ? budget + absolute / norm : budget;
-    e.ok = difference <= budget * norm + absolute;
+    e.ok = isfinite(difference) && difference <= budget * norm + absolute;
     return e;
 }

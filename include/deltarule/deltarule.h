@@ -207,7 +207,7 @@ typedef struct dr_problem {
     dr_beta beta;         /* required, no default */
     double beta_scale;    /* DR_BETA_LOGIT: 1 or 2 (negative eigenvalues); 0: 1 */
     int32_t l2norm;       /* nonzero: q and k rows become x * rsqrt(sum x^2 + eps) */
-    double l2norm_eps;    /* 0: 1e-6 */
+    double l2norm_eps;    /* 0: 1e-6; a normal fp32 number; only with l2norm */
     double scale;         /* of the output; 0: K^(-1/2) */
     dr_head_map head_map;
     int32_t state_v_first; /* nonzero: every state is [.., V, K] instead of [.., K, V] */
@@ -271,7 +271,10 @@ DR_API void dr_buffers_destroy(dr_buffers *buffers); /* frees and clears; NULL i
  * parameters may each be f32, bf16 or f16 (and f64 on "ref"); states, chunk
  * states and their gradients may be too, f32 being the norm. All arithmetic is
  * fp32 inside (fp64 in "ref"); the only roundings to a narrower type are the
- * final stores. With batch == 1 the leading B may be left out ([T,H,K]). */
+ * final stores. With batch == 1 the leading B may be left out ([T,H,K]).
+ *
+ * What a call writes shares no memory with anything else that it reads or writes, except where a
+ * comment says so (states in place); this is not checked, and holds for every call of the library. */
 typedef struct dr_io {
     uint32_t size;
     /* inputs of both directions */

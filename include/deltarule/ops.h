@@ -93,7 +93,7 @@ DR_API dr_status dr_beta_backward(const dr_context *ctx, const dr_beta_args *arg
 /* y = x * rsqrt(sum over the last axis of x^2 + eps); a zero row gives zero. */
 typedef struct dr_l2norm_args {
     uint32_t size;
-    double eps;   /* 0: 1e-6 */
+    double eps;   /* 0: 1e-6; a normal fp32 number */
     dr_tensor x;  /* [.., D], rank 1 to 4 */
     dr_tensor y;  /* as x */
     dr_tensor dy, dx;
@@ -109,7 +109,7 @@ DR_API dr_status dr_l2norm_backward(const dr_context *ctx, const dr_l2norm_args 
 typedef struct dr_norm_args {
     uint32_t size;
     dr_activation activation; /* SILU (Qwen, GDN) or SIGMOID (Kimi, KDA); no default */
-    double eps;               /* 0: 1e-6 */
+    double eps;               /* 0: 1e-6; a normal fp32 number */
     dr_tensor x, gate;        /* [.., V], rank 1 to 4 */
     dr_tensor weight;         /* [V] */
     dr_tensor y;              /* as x */

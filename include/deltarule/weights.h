@@ -41,7 +41,8 @@ typedef struct dr_weights_note {
 
 /* Writes path by way of a temporary file in the same folder, flushed and renamed:
  * afterwards path holds either the old content or the whole new one. A path that exists and is
- * no regular file (a folder, a pipe, a device) is refused; a symbolic link is replaced. */
+ * no regular file (a folder, a pipe, a device) is refused; a symbolic link is replaced by the file.
+ * The permissions of a file that is replaced stay. */
 DR_API dr_status dr_weights_write(const char *path, const dr_weights_entry *entries, int64_t count,
                                   const dr_weights_note *notes, int64_t note_count);
 

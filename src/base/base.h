@@ -23,6 +23,8 @@
 
 /* Stores the sentence for dr_last_error, logs it, returns status. */
 dr_status dr_fail(dr_status status, const char *format, ...) DR_PRINTF(2, 3);
+/* How often this thread has called dr_fail: whether code from elsewhere left a sentence. */
+uint64_t dr_fail_count(void);
 
 #define DR_TRY(call)                         \
     do {                                     \

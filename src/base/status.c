@@ -11,6 +11,7 @@
 #include <stdlib.h>
 
 static _Thread_local char last_error[512];
+static _Thread_local uint64_t fail_count;
 
 static pthread_mutex_t log_lock = PTHREAD_MUTEX_INITIALIZER;
 static dr_log_fn *log_fn;
@@ -50,6 +51,7 @@ dr_status dr_fail(dr_status status, const char *format, ...)
     va_start(args, format);
     vsnprintf(last_error, sizeof last_error, format, args);
     va_end(args);
+    fail_count++;
     pthread_mutex_lock(&log_lock);
     dr_log_fn *fn = log_fn;
     void *user = log_user;
@@ -58,6 +60,8 @@ dr_status dr_fail(dr_status status, const char *format, ...)
         fn(user, status, last_error);
     return status;
 }
+
+uint64_t dr_fail_count(void) { return fail_count; }
 
 static const struct {
     const char *name;

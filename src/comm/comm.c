@@ -22,6 +22,15 @@ static dr_status check_comm(const dr_comm *comm)
     return DR_OK;
 }
 
+/* A host's own communicator may fail without a sentence: then it gets this one. */
+static dr_status explained(const dr_comm *comm, const char *call, uint64_t before, dr_status status)
+{
+    if (status != DR_OK && dr_fail_count() == before)
+        return dr_fail(status, "comm: %s of %s on rank %d returned \"%s\" without a reason", call,
+                       comm->ops->name, comm->rank, dr_status_text(status));
+    return status;
+}
+
 dr_status dr_comm_fail(dr_status status, const char *sentence)
 {
     return dr_fail(status, "%s", sentence != NULL ? sentence : "no reason given");
@@ -45,21 +54,26 @@ dr_status dr_comm_post(dr_comm *comm, const dr_transfer *transfers, int32_t n, d
             return dr_fail(DR_ERR_ARG, "transfers[%d].buffer: must be given for %zu bytes", i,
                            t->bytes);
     }
-    return comm->ops->post(comm, transfers, n, out);
+    const uint64_t before = dr_fail_count();
+    return explained(comm, "post", before, comm->ops->post(comm, transfers, n, out));
 }
 
 dr_status dr_comm_test(dr_batch *batch, int32_t *done)
 {
     if (batch == NULL || done == NULL)
         return dr_fail(DR_ERR_ARG, "%s: must not be NULL", batch == NULL ? "batch" : "done");
-    return batch->comm->ops->test(batch, done);
+    const dr_comm *comm = batch->comm;
+    const uint64_t before = dr_fail_count();
+    return explained(comm, "test", before, comm->ops->test(batch, done));
 }
 
 dr_status dr_comm_wait(dr_batch *batch)
 {
     if (batch == NULL)
         return dr_fail(DR_ERR_ARG, "batch: must not be NULL");
-    return batch->comm->ops->wait(batch);
+    const dr_comm *comm = batch->comm; /* wait frees the batch */
+    const uint64_t before = dr_fail_count();
+    return explained(comm, "wait", before, comm->ops->wait(batch));
 }
 
 dr_status dr_comm_split(dr_comm *comm, int32_t color, int32_t key, dr_comm **out)
@@ -70,7 +84,8 @@ dr_status dr_comm_split(dr_comm *comm, int32_t color, int32_t key, dr_comm **out
     DR_TRY(check_comm(comm));
     if (comm->ops->split == NULL)
         return dr_fail(DR_ERR_SUPPORT, "comm: %s cannot be split", comm->ops->name);
-    return comm->ops->split(comm, color, key, out);
+    const uint64_t before = dr_fail_count();
+    return explained(comm, "split", before, comm->ops->split(comm, color, key, out));
 }
 
 void dr_comm_abort(dr_comm *comm, const char *why)

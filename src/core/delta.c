@@ -144,10 +144,12 @@ dr_status dr_windows_open(dr_windows *w, const dr_plan *plan, const dr_io *io,
     dr_status status = dr_io_normalise(plan, io, dir, own.order, &w->normal);
     if (status == DR_OK)
         status = dir < 0 ? check_saved(w->saved, plan) : check_outputs(plan, &w->normal);
-    if (status == DR_OK)
+    if (status == DR_OK) {
         void_saved(w->saved, dir);
-    else
+        *own.stamp = (dr_stamp){0}; /* a staged trip that was under way ends here */
+    } else {
         pass_close(&w->pass);
+    }
     return status;
 }
 

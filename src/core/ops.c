@@ -6,6 +6,7 @@
  */
 #include "core/core.h"
 
+#include <float.h>
 #include <math.h>
 
 #define CHECK_STRUCT(args, init)                                                              \
@@ -60,8 +61,8 @@ static dr_status check_eps(double *eps)
 {
     if (*eps == 0)
         *eps = 1e-6;
-    if (!(*eps > 0) || !isfinite(*eps))
-        return dr_fail(DR_ERR_ARG, "eps: must be finite and above 0, got %g", *eps);
+    if (!(*eps >= FLT_MIN && *eps <= FLT_MAX))
+        return dr_fail(DR_ERR_ARG, "eps: must be %g to %g, got %g", FLT_MIN, FLT_MAX, *eps);
     return DR_OK;
 }
 

@@ -134,5 +134,9 @@ dr_status dr_buffers_check(const dr_buffers *b, size_t saved, bool saved_require
     if ((uintptr_t)b->saved % DR_ALIGN != 0 || (uintptr_t)b->scratch % DR_ALIGN != 0)
         return dr_fail(DR_ERR_BUFFER, "buffers: must be aligned to %d bytes, got saved %p, scratch %p",
                        DR_ALIGN, b->saved, b->scratch);
+    const uintptr_t s = (uintptr_t)b->saved, x = (uintptr_t)b->scratch;
+    if (b->saved != NULL && s < x + scratch && x < s + saved)
+        return dr_fail(DR_ERR_BUFFER, "buffers: saved (%zu bytes at %p) and scratch (%zu bytes at %p) must "
+                       "not overlap", saved, b->saved, scratch, b->scratch);
     return DR_OK;
 }

@@ -37,6 +37,8 @@ dr_status dr_cp_agree(dr_comm *comm, const dr_agreement *mine, const char *const
         return dr_fail(DR_ERR_MEMORY, "plan: no memory for %d ranks", comm->size);
     }
     dr_status status = dr_comm_allgather(comm, mine, all, sizeof *mine);
+    if (status != DR_OK) /* this rank alone may know: the others must not wait for it */
+        dr_comm_abort(comm, dr_last_error());
     for (int32_t r = 0; status == DR_OK && r < comm->size; r++)
         if (all[r].status != DR_OK)
             status = refusal(comm, mine, &all[r], r);

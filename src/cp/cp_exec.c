@@ -200,8 +200,10 @@ dr_status dr_exec_finish(dr_exec *x, dr_status status)
     }
     for (int32_t i = 0; i < x->n_sends; i++) {
         dr_status sent = dr_comm_wait(x->sends[i]);
-        if (status == DR_OK)
+        if (status == DR_OK && sent != DR_OK) {
             status = sent;
+            dr_comm_abort(x->comm, dr_last_error());
+        }
     }
     return status;
 }

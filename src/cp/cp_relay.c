@@ -256,6 +256,7 @@ static dr_status finish(trip *t, dr_status status)
         if (status == DR_OK && sent != DR_OK) {
             status = sent;
             strncpy(why, dr_last_error(), sizeof why - 1);
+            dr_comm_abort(t->plan->comm, why);
         }
     }
     return status == DR_OK ? DR_OK : dr_fail(status, "%s", why);

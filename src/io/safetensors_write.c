@@ -317,18 +317,23 @@ static dr_status open_new(const request *r, const char *path, char *name, size_t
 }
 
 /* A rename would put the file in the place of a device or a pipe: what stands there must be a file. */
-static dr_status check_place(const request *r, const char *path)
+static dr_status check_place(const request *r, const char *path, mode_t *mode)
 {
     struct stat at;
-    if (stat(path, &at) == 0 && !S_ISREG(at.st_mode))
+    *mode = (mode_t)-1;
+    if (stat(path, &at) != 0)
+        return DR_OK;
+    if (!S_ISREG(at.st_mode))
         return dr_fail(DR_ERR_IO, "%s: exists and is not a regular file, it is left as it is",
                        r->path.text);
+    *mode = at.st_mode & 0777;
     return DR_OK;
 }
 
 static dr_status write_file(const request *r, const char *path)
 {
-    DR_TRY(check_place(r, path));
+    mode_t mode; /* of the file that is replaced, which the new one takes over */
+    DR_TRY(check_place(r, path, &mode));
     size_t size = strlen(path) + 64;
     char *name = dr_alloc(size);
     int fd;
@@ -337,7 +342,9 @@ static dr_status write_file(const request *r, const char *path)
     dr_status status = open_new(r, path, name, size, &fd);
     if (status != DR_OK)
         goto done;
-    status = write_content(r, fd);
+    status = mode == (mode_t)-1 || fchmod(fd, mode) == 0
+                 ? write_content(r, fd)
+                 : io_failure(r, "a new file beside it cannot take its permissions");
     if (close(fd) != 0 && status == DR_OK)
         status = io_failure(r, "cannot be closed");
     if (status == DR_OK && rename(name, path) != 0)

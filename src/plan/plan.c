@@ -5,6 +5,7 @@
  */
 #include "plan/plan.h"
 
+#include <float.h>
 #include <math.h>
 
 static const dr_variant_row variants[] = {
@@ -120,12 +121,15 @@ dr_status dr_problem_complete(const dr_problem *problem, dr_problem *out)
     DR_TRY(check_dims(&p));
     DR_TRY(check_gate(&p));
     DR_TRY(dr_offsets_check("offsets", p.offsets, p.sequences, p.batch, p.tokens));
-    if (p.l2norm_eps == 0)
+    if (p.l2norm_eps != 0 && !p.l2norm)
+        return dr_fail(DR_ERR_ARG, "l2norm_eps: must be 0 without l2norm, got %g", p.l2norm_eps);
+    if (p.l2norm && p.l2norm_eps == 0)
         p.l2norm_eps = 1e-6;
-    if (!(p.l2norm_eps > 0) || !isfinite(p.l2norm_eps))
-        return dr_fail(DR_ERR_ARG, "l2norm_eps: must be finite and above 0, got %g", p.l2norm_eps);
-    if (!isfinite(p.scale))
-        return dr_fail(DR_ERR_ARG, "scale: must be finite, got %g", p.scale);
+    if (p.l2norm && !(p.l2norm_eps >= FLT_MIN && p.l2norm_eps <= FLT_MAX))
+        return dr_fail(DR_ERR_ARG, "l2norm_eps: must be %g to %g, got %g", FLT_MIN, FLT_MAX,
+                       p.l2norm_eps);
+    if (!(fabs(p.scale) <= FLT_MAX))
+        return dr_fail(DR_ERR_ARG, "scale: must be finite in fp32, got %g", p.scale);
     if (p.scale == 0)
         p.scale = 1 / sqrt(p.key_dim);
     if (p.head_map != DR_HEADS_INTERLEAVED && p.head_map != DR_HEADS_TILED)
