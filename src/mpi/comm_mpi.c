@@ -106,7 +106,7 @@ void dr_mpi_rest(unsigned looks)
     const struct timespec nap = {0, 50000};
     if (looks > 4000)
         nanosleep(&nap, NULL);
-    else if (looks > 100)
+    else if (looks > 20)
         sched_yield();
 }
 
