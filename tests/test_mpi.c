@@ -7,7 +7,7 @@
 #include "test_mpi.h"
 
 static const char *const protocols[] = {"p2p",       "allgather", "grouped:1",
-                                        "grouped:2", "grouped:3", "doubling"};
+                                        "grouped:2", "grouped:3", "doubling",  "relay"};
 
 enum { MAX_RANKS = 8, MAX_FRAGMENTS = 2 * MAX_RANKS };
 

@@ -102,6 +102,10 @@ DR_API dr_status dr_comm_fail(dr_status status, const char *sentence);
 /* all[size * bytes] receives every rank's mine[bytes], in rank order. */
 DR_API dr_status dr_comm_allgather(dr_comm *comm, const void *mine, void *all, size_t bytes);
 
+/* values[count] of every rank become their sum, added in rank order: the same bits on all ranks, at
+ * any time. Each rank sums a share of the values; 2 (size-1)/size of them leave each rank. */
+DR_API dr_status dr_comm_sum(dr_comm *comm, float *values, int64_t count);
+
 #ifdef __cplusplus
 }
 #endif

@@ -138,6 +138,49 @@ DR_API dr_status dr_cp_buffers_create(const dr_cp_plan *plan, dr_buffers *out);
 DR_API dr_status dr_cp_forward(const dr_cp_plan *plan, const dr_io *io, const dr_buffers *buffers);
 DR_API dr_status dr_cp_backward(const dr_cp_plan *plan, const dr_io *io, const dr_buffers *buffers);
 
+/* ------------------------------------------------------------------------ */
+/* The halo of a causal convolution                                         */
+/* ------------------------------------------------------------------------ */
+
+/* For a depthwise convolution of the same stream cut by the same partition: the tokens that stand
+ * before each piece, from as many ranks as it takes, never from before its sequence. A rank then
+ * convolves its pieces as sequences of their own, with `history` as the initial state (dr_conv):
+ *
+ *   dr_halo_forward    x, initial_state -> history;  dr_conv of the pieces
+ *   dr_conv_backward   of the pieces -> dx, d_history (its d_initial_state);  dr_halo_backward
+ *
+ * Channels that pass several convolutions of one width (q, k, v) go together: there is at most
+ * one message per ordered pair of ranks. Creation is collective, with agreement as above. */
+typedef struct dr_halo_config {
+    uint32_t size;
+    int64_t tokens;         /* of the stream */
+    const int64_t *offsets; /* as dr_problem.offsets */
+    int64_t sequences;
+    const dr_partition *partition;
+    int64_t channels;       /* D */
+    int64_t width;          /* (W-1)*dilation tokens; 0: nothing travels */
+} dr_halo_config;
+#define DR_HALO_CONFIG_INIT {(uint32_t)sizeof(dr_halo_config), 0, NULL, 0, NULL, 0, 0}
+
+typedef struct dr_halo dr_halo;
+DR_API dr_status dr_halo_create(const dr_context *ctx, struct dr_comm *comm,
+                                const dr_halo_config *config, dr_halo **out);
+DR_API void dr_halo_destroy(dr_halo *halo); /* NULL is fine */
+/* saved_bytes is 0: nothing is kept between the directions. */
+DR_API dr_status dr_halo_describe(const dr_halo *halo, dr_cp_info *info);
+
+/* x [1,T_local,D]; initial_state, history [N,D,width] per piece in span order; all f32. Collective.
+ * Of initial_state (absent: zero) the pieces that start a sequence are read. Only buffers->scratch
+ * is used. After a failure the communicator can no longer be used. */
+DR_API dr_status dr_halo_forward(const dr_halo *halo, const dr_tensor *x,
+                                 const dr_tensor *initial_state, const dr_tensor *history,
+                                 const dr_buffers *buffers);
+/* Adds to dx, in a fixed order, what later pieces found for their history. d_initial_state (may be
+ * absent) is overwritten: the gradient for pieces that start a sequence, zero for others. */
+DR_API dr_status dr_halo_backward(const dr_halo *halo, const dr_tensor *d_history,
+                                  const dr_tensor *dx, const dr_tensor *d_initial_state,
+                                  const dr_buffers *buffers);
+
 #ifdef __cplusplus
 }
 #endif

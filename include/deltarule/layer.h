@@ -85,6 +85,19 @@ typedef struct dr_layer_layout {
 typedef struct dr_layer_plan dr_layer_plan;
 DR_API dr_status dr_layer_plan_create(const dr_layer *layer, const dr_layer_layout *layout,
                                       dr_layer_plan **out);
+/* The same on this rank's share of one stream (comm.h, cp.h): layout describes the whole stream, batch 1
+ * without a mask. x, y and their gradients are this rank's span [1,T_local,hidden]; conv and recurrent
+ * states are per piece, in span order: of those going in the pieces that start a sequence are read, of
+ * those coming out the pieces that end one are final, and in the adjoint the other way round. The
+ * gradients of parameters are this rank's part: their sum over the ranks (dr_comm_sum) is the gradient.
+ * Creation, dr_layer_forward and dr_layer_backward are collective; not for dr_layer_step. comm must
+ * outlive the plan, and can no longer be used after a failure of a call. */
+struct dr_comm;
+struct dr_partition;
+DR_API dr_status dr_layer_cp_plan_create(const dr_layer *layer, struct dr_comm *comm,
+                                         const dr_layer_layout *layout,
+                                         const struct dr_partition *partition,
+                                         const char *protocol, dr_layer_plan **out);
 DR_API void dr_layer_plan_destroy(dr_layer_plan *plan);
 /* Bytes of dr_buffers: saved (forward -> backward) and scratch (the largest call). */
 DR_API dr_status dr_layer_plan_sizes(const dr_layer_plan *plan, size_t *saved, size_t *scratch);

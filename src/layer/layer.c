@@ -220,6 +220,7 @@ void dr_layer_layout_blocks(const dr_layer_plan *plan, dr_layer_trip trip, dr_ar
     }
     take_parts(plan, home, kept, DR_COUNT(kept), out->value);
     out->o = DR_TAKE(home, float, M, VD);
+    dr_layer_cp_layout(plan, trip, home, scratch, out);
 
     out->order = DR_TAKE(scratch, int32_t, plan->n_sequences, 1);
     out->core.scratch_bytes = trip == DR_TRIP_BACKWARD ? plan->core_info.backward_scratch
@@ -358,6 +359,12 @@ static uint64_t plan_digest(const dr_layer_plan *plan)
     return h;
 }
 
+dr_status dr_layer_plan_finish(dr_layer_plan *plan)
+{
+    plan->digest = plan_digest(plan);
+    return measure(plan);
+}
+
 static dr_status fill_plan(dr_layer_plan *plan, const dr_layer_layout *layout)
 {
     const dr_plan_info info = DR_PLAN_INFO_INIT;
@@ -370,8 +377,7 @@ static dr_status fill_plan(dr_layer_plan *plan, const dr_layer_layout *layout)
     DR_TRY(dr_plan_create(plan->layer->ctx, &problem, &plan->core));
     plan->core_info = info;
     DR_TRY(dr_plan_describe(plan->core, &plan->core_info));
-    plan->digest = plan_digest(plan);
-    return measure(plan);
+    return dr_layer_plan_finish(plan);
 }
 
 dr_status dr_layer_plan_create(const dr_layer *layer, const dr_layer_layout *layout,
@@ -400,6 +406,7 @@ void dr_layer_plan_destroy(dr_layer_plan *plan)
 {
     if (plan == NULL)
         return;
+    dr_layer_cp_clear(plan);
     dr_plan_destroy(plan->core);
     dr_free(plan->offsets);
     dr_free(plan->run_start);

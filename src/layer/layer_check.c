@@ -133,6 +133,8 @@ static dr_status check_states(dr_layer_call *c, const state_arg *states, size_t 
         if (states[i].t->data != NULL)
             first = states[i].t;
     c->slots = c->plan->n_sequences;
+    if (c->plan->cp != NULL && c->io->state_index != NULL)
+        return dr_fail(DR_ERR_ARG, "state_index: must be NULL under context parallelism");
     if (c->io->state_index != NULL) {
         if (first == NULL)
             return dr_fail(DR_ERR_ARG, "state_index: needs a state tensor");
@@ -158,6 +160,8 @@ dr_status dr_layer_check_forward(dr_layer_call *c, bool step)
     const dr_layer_io *io = c->io;
     if (step && c->plan->run_start != NULL)
         return dr_fail(DR_ERR_ARG, "plan: dr_layer_step needs states, which a mask does not allow");
+    if (step && c->plan->cp != NULL)
+        return dr_fail(DR_ERR_ARG, "plan: dr_layer_step decodes on one rank, got a plan over many");
     const state_arg states[] = {
         {"conv_in", &io->conv_in, true, step, false},
         {"conv_out", &io->conv_out, true, step, true},

@@ -245,7 +245,8 @@ static dr_conv_args conv_common(dr_layer_call *c, int32_t i)
     a.weight = param(c, i);
     if (c->layer->config.conv_bias)
         a.bias = param(c, i + 1);
-    a.initial_state = conv_state(c, &c->io->conv_in, part);
+    const dr_tensor entering = dr_layer_cp_entering(c);
+    a.initial_state = conv_state(c, &entering, part);
     return a;
 }
 
@@ -269,21 +270,22 @@ static dr_status convolve(dr_layer_call *c, conv_fn *conv, const dr_tensor *fina
 
 static dr_status convolve_backward(dr_layer_call *c)
 {
+    const dr_tensor d_entering = dr_layer_cp_d_entering(c), d_leaving = dr_layer_cp_d_leaving(c);
     for (int32_t i = 0; i < c->layer->n_params; i++) {
         const dr_layer_part part = c->layer->params[i].row->to;
         if (c->layer->params[i].row->use != DR_USE_CONV)
             continue;
         dr_conv_args a = conv_common(c, i);
         a.dy = tokens(c, c->blocks.d_act, part);
-        a.d_final_state = conv_state(c, &c->io->d_conv_out, part);
+        a.d_final_state = conv_state(c, &d_leaving, part);
         a.dx = tokens(c, c->blocks.grad[DR_PART_QKV], part);
         a.dweight = grad_target(c, i);
         if (c->layer->config.conv_bias)
             a.dbias = grad_target(c, i + 1);
-        a.d_initial_state = conv_state(c, &c->io->d_conv_in, part);
+        a.d_initial_state = conv_state(c, &d_entering, part);
         DR_TRY(dr_conv_backward(c->layer->ctx, &a));
     }
-    return DR_OK;
+    return dr_layer_cp_d_history(c);
 }
 
 static dr_io delta_common(dr_layer_call *c)
@@ -310,6 +312,8 @@ static dr_status delta(dr_layer_call *c, delta_fn *run)
     io.final_state = state(c, &c->io->state_out);
     if (io.initial_state.data != NULL || io.final_state.data != NULL)
         io.state_index = c->io->state_index;
+    if (c->plan->cp != NULL)
+        return dr_layer_cp_forward(c, &io);
     return run(c->plan->core, &io, &c->blocks.core);
 }
 
@@ -327,6 +331,8 @@ static dr_status delta_backward(dr_layer_call *c)
     io.da_log = grad_target(c, dr_layer_find_use(c->layer, DR_USE_A_LOG));
     io.ddt_bias = grad_target(c, dr_layer_find_use(c->layer, DR_USE_DT_BIAS));
     io.d_initial_state = state(c, &c->io->d_state_in);
+    if (c->plan->cp != NULL)
+        return dr_layer_cp_backward(c, &io);
     return dr_backward(c->plan->core, &io, &c->blocks.core);
 }
 
@@ -372,6 +378,7 @@ static dr_status run_forward(dr_layer_call *c, conv_fn *conv, delta_fn *core)
     for (int32_t i = 0; i < c->layer->n_params; i++)
         if (is_projection(c, i))
             DR_TRY(linear(c, i));
+    DR_TRY(dr_layer_cp_history(c));
     DR_TRY(convolve(c, conv, &c->io->conv_out));
     DR_TRY(delta(c, core));
     DR_TRY(normalise(c));
@@ -406,8 +413,7 @@ static dr_status run_backward(dr_layer_call *c)
     return DR_OK;
 }
 
-dr_status dr_layer_forward(const dr_layer_plan *plan, const dr_layer_io *io,
-                           const dr_buffers *buffers)
+static dr_status forward(const dr_layer_plan *plan, const dr_layer_io *io, const dr_buffers *buffers)
 {
     dr_layer_call c;
     bool keep = buffers != NULL && buffers->saved != NULL;
@@ -432,8 +438,7 @@ dr_status dr_layer_step(const dr_layer_plan *plan, const dr_layer_io *io, const 
     return call_close(&c, status);
 }
 
-dr_status dr_layer_backward(const dr_layer_plan *plan, const dr_layer_io *io,
-                            const dr_buffers *buffers)
+static dr_status backward(const dr_layer_plan *plan, const dr_layer_io *io, const dr_buffers *buffers)
 {
     dr_layer_call c;
     DR_TRY(call_open(&c, plan, io, buffers, DR_TRIP_BACKWARD));
@@ -441,4 +446,16 @@ dr_status dr_layer_backward(const dr_layer_plan *plan, const dr_layer_io *io,
     if (status == DR_OK)
         status = run_backward(&c);
     return call_close(&c, status);
+}
+
+dr_status dr_layer_forward(const dr_layer_plan *plan, const dr_layer_io *io,
+                           const dr_buffers *buffers)
+{
+    return dr_layer_cp_close(plan, forward(plan, io, buffers));
+}
+
+dr_status dr_layer_backward(const dr_layer_plan *plan, const dr_layer_io *io,
+                            const dr_buffers *buffers)
+{
+    return dr_layer_cp_close(plan, backward(plan, io, buffers));
 }

@@ -18,6 +18,7 @@
 
 #include "core/delta.h"
 
+#include <deltarule/cp.h>
 #include <deltarule/layer.h>
 
 typedef enum dr_layer_part {
@@ -114,8 +115,9 @@ struct dr_layer_plan {
     int64_t n_sequences;     /* N */
     int64_t *offsets;        /* NULL: dense */
     int64_t *run_start;      /* with a mask: first row of x of each sequence, else NULL */
-    dr_plan *core;
+    dr_plan *core;           /* NULL where cp is given */
     dr_plan_info core_info;
+    struct dr_layer_cp *cp;  /* one stream over many ranks, see layer_cp.c; else NULL */
     size_t saved;            /* forward -> backward */
     size_t scratch[3];       /* by dr_layer_trip */
     uint64_t digest;
@@ -143,6 +145,9 @@ typedef struct dr_layer_blocks {
     float *o;                       /* [rows,HV*V] of the delta rule */
     float *grad[DR_PARTS];
     float *d_act, *d_o;
+    float *history;                 /* [N,D,W-1] in front of each piece, under cp only */
+    float *d_history, *d_leaving;   /* the same; gradients of history and of conv_out */
+    dr_buffers halo;                /* scratch alone */
     float *d_param[DR_LAYER_MAX_PARAMS]; /* of what is not LINEAR, to be added to grads */
     dr_buffers core;
 } dr_layer_blocks;
@@ -165,6 +170,25 @@ dr_status dr_layer_check_backward(dr_layer_call *c);
 /* Carves everything a trip needs; with empty arenas it measures (arena.h). */
 void dr_layer_layout_blocks(const dr_layer_plan *plan, dr_layer_trip trip, dr_arena *saved,
                             dr_arena *scratch, dr_layer_blocks *out);
+
+/* layer_cp.c. All of it does nothing, or what one rank does, where plan->cp is NULL. */
+void dr_layer_cp_clear(dr_layer_plan *plan);
+void dr_layer_cp_layout(const dr_layer_plan *plan, dr_layer_trip trip, dr_arena *home, dr_arena *scratch,
+                        dr_layer_blocks *out);
+/* The states that the convolution of the rows begins with, [N,D,W-1]. */
+dr_tensor dr_layer_cp_entering(const dr_layer_call *c);
+dr_status dr_layer_cp_history(dr_layer_call *c);     /* before the convolution */
+/* Where the gradient of those states goes, and that of what leaves comes from. */
+dr_tensor dr_layer_cp_d_entering(const dr_layer_call *c);
+dr_tensor dr_layer_cp_d_leaving(const dr_layer_call *c);
+dr_status dr_layer_cp_d_history(dr_layer_call *c);   /* after the convolution's adjoint */
+dr_status dr_layer_cp_forward(const dr_layer_call *c, const dr_io *io);
+dr_status dr_layer_cp_backward(const dr_layer_call *c, const dr_io *io);
+/* Passes a status on; a failure lets no peer wait. */
+dr_status dr_layer_cp_close(const dr_layer_plan *plan, dr_status status);
+
+/* layer.c, for layer_cp.c: digest and sizes, once rows, sequences and core_info stand. */
+dr_status dr_layer_plan_finish(dr_layer_plan *plan);
 
 /* Index of the first parameter with this use; every kind has one of each that is asked for. */
 int32_t dr_layer_find_use(const dr_layer *layer, dr_layer_use use);
