@@ -25,7 +25,7 @@ static const struct curve {
     {"kda", DR_BENCH_FORWARD, DR_BENCH_KEEP_NONE},
     {"kda", DR_BENCH_BACKWARD, DR_KEEP_FACTORS},
 };
-enum { CURVES = sizeof curves / sizeof curves[0], MAX_LENGTH = 16384, SHORTEST = 64 };
+enum { CURVES = sizeof curves / sizeof curves[0], MAX_LENGTH = 8192, SHORTEST = 32 };
 
 static dr_plot_point point(const struct curve *c, int64_t T, int64_t H, int32_t threads, int where)
 {
@@ -139,10 +139,13 @@ static bool write_shares(const char *folder, const dr_plot_point *points, int co
     for (int j = 0; j < count; j++) {
         const dr_bench_row *r = &points[j].row;
         if (points[j].where == DR_PLOT_CHOSEN)
-            fprintf(f, "\"%s %s %s %lld,%lld,%lld,%lld,%lld,%lld%s\" %.6g\n", r->op,
+            fprintf(f, "\"%s %s %s%s%s %lld,%lld,%lld,%lld,%lld,%lld%s%s%s\" %.6g\n", r->op,
                     dr_tool_word_of(dr_bench_passes, r->pass), dr_dtype_name(r->dtype),
+                    dr_bench_keeps_something(r) ? " " : "",
+                    dr_bench_keeps_something(r) ? dr_tool_word_of(dr_bench_keeps, r->keep) : "",
                     (long long)r->B, (long long)r->T, (long long)r->H, (long long)r->HV,
                     (long long)r->K, (long long)r->V, r->shortest > 0 ? " documents" : "",
+                    r->states ? " states" : "", r->layers > 0 ? " layers" : "",
                     100 * dr_bench_share(r, &points[j].result));
     }
     return close_written(f, folder);
