@@ -305,7 +305,9 @@ int dr_tool_bench(int argc, char **argv)
         {"keep", OPTION_KEEP, "WHAT", 0,
          "What a forward pass keeps: none (no backward will follow), inputs, factors or states", 0},
         {"threads", OPTION_THREADS, "N", 0,
-         "Threads (default: 1, and 2 in the rows of 32 heads); with --cp those of each rank", 0},
+         "Threads (default: 1, and 2 in the rows of 1024 tokens and 32 heads); with --cp those of "
+         "each rank",
+         0},
         {"seconds", OPTION_SECONDS, "S", 0, "Seconds for each row (default 0.7)", 0},
         {"cp", OPTION_CP, "SPEC", 0,
          "Passes of gdn and kda over ranks with this protocol, such as p2p or grouped:2", 0},

@@ -153,8 +153,9 @@ static bool write_shares(const char *folder, const dr_plot_point *points, int co
 
 static bool write_script(const char *folder)
 {
-    static const char *const drawings[][3] = {{"length", "tokens", "set logscale x 2"},
-                                              {"threads", "threads", "unset logscale"}};
+    static const char *const drawings[][3] = {
+        {"length", "tokens", "set logscale x 2\nset xrange [*:*]"},
+        {"threads", "threads", "unset logscale\nset xrange [0:*]"}};
     FILE *f = create(folder, "plot.gp");
     if (f == NULL)
         return false;
@@ -172,7 +173,7 @@ static bool write_script(const char *folder)
         fputc('\n', f);
     }
     fprintf(f, "set terminal svg size 1100,700 background rgb 'white'\nset output 'share.svg'\n"
-               "unset logscale\nunset xlabel\nset ylabel 'percent of the roof'\n"
+               "set xrange [*:*]\nunset xlabel\nset ylabel 'percent of the roof'\n"
                "set style fill solid 0.6\nset boxwidth 0.7\nset xtics rotate by -60 font ',9'\n"
                "set bmargin 14\nset rmargin 10\n"
                "plot 'share.dat' using 0:2:xtic(1) with boxes notitle\n");
