@@ -240,12 +240,12 @@ static void write_vectors(const char *path, const scalars *x, const char *skip)
         const int64_t *shape;
         const double *values;
     } records[] = {
-        {"q", 4, shape, x->q},         {"k", 4, shape, x->k},       {"v", 4, shape, x->v},
-        {"g", 3, shape, x->g},         {"beta", 3, shape, x->beta}, {"h0", 4, state, &x->h0},
-        {"do", 4, shape, x->d_o},      {"dht", 4, state, &x->dht},  {"o", 4, shape, x->o},
-        {"ht", 4, state, &x->ht},      {"dq", 4, shape, x->dq},     {"dk", 4, shape, x->dk},
-        {"dv", 4, shape, x->dv},       {"dg", 3, shape, x->dg},     {"dbeta", 3, shape, x->dbeta},
-        {"dh0", 4, state, &x->dh0},    {"scale", 0, NULL, &x->scale},  {"chunk", 0, NULL, &chunk},
+        {"q", 4, shape, x->q},         {"k", 4, shape, x->k},         {"v", 4, shape, x->v},
+        {"g", 3, shape, x->g},         {"beta", 3, shape, x->beta},   {"h0", 4, state, &x->h0},
+        {"do", 4, shape, x->d_o},      {"dht", 4, state, &x->dht},    {"o", 4, shape, x->o},
+        {"ht", 4, state, &x->ht},      {"dq", 4, shape, x->dq},       {"dk", 4, shape, x->dk},
+        {"dv", 4, shape, x->dv},       {"dg", 3, shape, x->dg},       {"dbeta", 3, shape, x->dbeta},
+        {"dh0", 4, state, &x->dh0},    {"scale", 0, NULL, &x->scale}, {"chunk", 0, NULL, &chunk},
         {"offsets", 1, &two, offsets}, {"extra", 0, NULL, &x->scale}};
     FILE *f = fopen(path, "wb");
     assert_non_null(f);
@@ -325,6 +325,9 @@ static void test_usage(void **state)
     expect_usage("bench --op gdn --pass backward --keep none", "needs inputs, factors or states");
     expect_usage("bench --op layer-gdn --dtype bf16", "layers take f32");
     expect_usage("bench --seconds 0", "--seconds: must be a number");
+    expect_usage("bench --cp p2p", "--cp, --ranks: both or neither, got --cp alone");
+    expect_usage("bench --ranks 2", "--cp, --ranks: both or neither, got --ranks alone");
+    expect_usage("bench --cp p2p --ranks 2 --op conv", "ranks are for the forward and backward");
     expect_usage("bench extra", "bench takes no argument");
 }
 
@@ -398,11 +401,16 @@ static void test_check(void **state)
 static void test_check_cp(void **state)
 {
     (void)state;
-    static const char *const fields[] = {"\"case\":\"kda-empties\"", "\"op\":\"cp\"",
-                                         "\"cp\":\"grouped:2\"",     "\"ranks\":3",
-                                         "\"partition\":\"contiguous\"", "\"partition\":\"uneven\"",
-                                         "\"partition\":\"zig-zag\"", "\"tensor\":\"d_initial_state\"",
-                                         "\"protocols\":1",          "\"refused\":0",
+    static const char *const fields[] = {"\"case\":\"kda-empties\"",
+                                         "\"op\":\"cp\"",
+                                         "\"cp\":\"grouped:2\"",
+                                         "\"ranks\":3",
+                                         "\"partition\":\"contiguous\"",
+                                         "\"partition\":\"uneven\"",
+                                         "\"partition\":\"zig-zag\"",
+                                         "\"tensor\":\"d_initial_state\"",
+                                         "\"protocols\":1",
+                                         "\"refused\":0",
                                          "\"failed\":0"};
     outcome o = expect_exit("check --quick --op kda --cp grouped:2 --ranks 3 --json", 0);
     assert_true(expect_json(o.out) > 100);
@@ -442,7 +450,7 @@ static void test_bench(void **state)
                                          "\"share_of_roof\":",
                                          "\"workspace_bytes\":"};
     outcome o = expect_exit("bench --op gdn --pass backward --shape 1,65,1,2,16,24 --threads 1 "
-                            "--seconds 0.01 --json",
+                            "--dtype f32 --keep factors --seconds 0.01 --json",
                             0);
     assert_int_equal(expect_json(o.out), 1);
     expect_all(o.out, fields, COUNT(fields));
@@ -451,6 +459,58 @@ static void test_bench(void **state)
     assert_non_null(strstr(o.out, "GB/s"));
     done(&o);
     expect_usage("bench --op gdn --shape 1,8,1,1,300,16 --seconds 0.01 --json", "key_dim");
+}
+
+/* Ranks of one thread each, the rows of a case as sequences of one stream. */
+static void test_bench_cp(void **state)
+{
+    (void)state;
+    static const char *const fields[] = {"\"ranks\":3",   "\"cp\":\"doubling\"",
+                                         "\"threads\":1", "\"B\":2",
+                                         "\"T\":50",      "\"efficiency\":"};
+    outcome o = expect_exit("bench --cp doubling --ranks 3 --op kda --pass backward --dtype f32 "
+                            "--keep states --shape 2,50,1,2,16,24 --seconds 0.01 --json",
+                            0);
+    assert_int_equal(expect_json(o.out), 1);
+    expect_all(o.out, fields, COUNT(fields));
+    done(&o);
+    o = expect_exit("bench --cp p2p --ranks 2 --op gdn --keep states --shape 1,65,1,2,16,24 "
+                    "--seconds 0.01",
+                    0);
+    assert_non_null(strstr(o.out, "2 ranks p2p, efficiency "));
+    done(&o);
+    o = run("bench --cp ring --ranks 2 --op gdn --shape 1,65,1,2,16,24 --seconds 0.01 --json");
+    assert_int_equal(o.code, 2);
+    assert_non_null(strstr(o.err, "protocol: must be one of"));
+    done(&o);
+}
+
+/* Drawings where gnuplot is, and where it is not the sentence that tells how to get it. */
+static void test_bench_plot(void **state)
+{
+    (void)state;
+    static const char *const files[] = {"length.dat", "threads.dat", "share.dat", "plot.gp",
+                                        "length.svg", "threads.svg", "share.svg"};
+    char arguments[256], path[128];
+    expect_usage("bench --plot '' --cp p2p --ranks 2", "--plot: draws one rank");
+    if (system("command -v gnuplot >/dev/null 2>&1") != 0) {
+        expect_usage("bench --plot anywhere", "apt-get install gnuplot-nox");
+        return;
+    }
+    snprintf(arguments, sizeof arguments,
+             "bench --plot %s/plots --op gdn --pass forward --shape 1,33,1,1,16,16 --seconds 0.001 "
+             "--threads 1",
+             folder);
+    outcome o = expect_exit(arguments, 0);
+    done(&o);
+    for (size_t i = 0; i < COUNT(files); i++) {
+        snprintf(path, sizeof path, "%s/plots/%s", folder, files[i]);
+        if (file_size(path) < 20)
+            fail_msg("%s is empty", path);
+        unlink(path);
+    }
+    snprintf(path, sizeof path, "%s/plots", folder);
+    assert_int_equal(rmdir(path), 0);
 }
 
 static void test_verify(void **state)
@@ -687,6 +747,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_usage),          cmocka_unit_test(test_help),
         cmocka_unit_test(test_info),           cmocka_unit_test(test_check),
+        cmocka_unit_test(test_bench_cp),       cmocka_unit_test(test_bench_plot),
         cmocka_unit_test(test_check_cp),       cmocka_unit_test(test_verify_cp),
         cmocka_unit_test(test_bench),          cmocka_unit_test(test_verify),
         cmocka_unit_test(test_verify_golden),  cmocka_unit_test(test_verify_finds_errors),

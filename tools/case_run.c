@@ -182,11 +182,15 @@ static void fill(dr_case_run *run, dr_case_slot *s)
 {
     enum { BLOCK = 1024 };
     double block[BLOCK];
+    const bool compact = s->bytes == (size_t)s->info.count * dr_dtype_size(s->view.dtype);
     for (int64_t first = 0; first < s->info.count; first += BLOCK) {
         int64_t n = s->info.count - first < BLOCK ? s->info.count - first : BLOCK;
         run->source(run->user, &s->info, first, n, block);
-        for (int64_t i = 0; i < n; i++)
-            store(element(&s->view, first + i), s->view.dtype, rounded(block[i], s->info.dtype));
+        const size_t item = dr_dtype_size(s->view.dtype);
+        char *at = element(&s->view, first); /* of compact tensors the rest follows */
+        for (int64_t i = 0; i < n; i++, at += item)
+            store(compact ? at : element(&s->view, first + i), s->view.dtype,
+                  rounded(block[i], s->info.dtype));
     }
 }
 
