@@ -187,10 +187,10 @@ WIDE static float exponentials(int64_t S, float most, float *row)
     return sum;
 }
 
-double dr_lm_cross_entropy(int threads, int64_t T, int64_t S, float *logits, const int32_t *target,
-                           int gradient, double *rows)
+double dr_lm_cross_entropy(int threads, int64_t T, int64_t whole, int64_t S, float *logits,
+                           const int32_t *target, int gradient, double *rows)
 {
-    const float share = 1 / (float)T;
+    const float share = 1 / (float)whole;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t t = 0; t < T; t++) {
         float *row = logits + t * S, most = row[0], hit = row[target[t]];
@@ -207,7 +207,7 @@ double dr_lm_cross_entropy(int threads, int64_t T, int64_t S, float *logits, con
     double loss = 0;
     for (int64_t t = 0; t < T; t++)
         loss += rows[t];
-    return loss / (double)T;
+    return loss / (double)whole;
 }
 
 double dr_lm_square_sum(int threads, int64_t n, const float *x)

@@ -38,9 +38,10 @@ void dr_lm_swiglu(int threads, int64_t T, int64_t F, const float *u, float *h);
 void dr_lm_swiglu_backward(int threads, int64_t T, int64_t F, const float *u, const float *dh,
                            float *du);
 
-/* The mean of -log softmax(logits[t])[target[t]] in nats. The logits are used up; where
- * gradient is nonzero they become the gradient of that mean. rows: [T], scratch. */
-double dr_lm_cross_entropy(int threads, int64_t T, int64_t S, float *logits, const int32_t *target,
+/* The sum of -log softmax(logits[t])[target[t]] over T tokens in nats, divided by the tokens of the
+ * whole batch, of which they may be a share. The logits are used up; where
+ * gradient is nonzero they become the gradient of that. rows: [T], scratch. */
+double dr_lm_cross_entropy(int threads, int64_t T, int64_t whole, int64_t S, float *logits, const int32_t *target,
                            int gradient, double *rows);
 
 /* Sum of squares of n numbers. */

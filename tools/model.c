@@ -7,6 +7,9 @@
 
 #include "lm_ops.h"
 
+#include <deltarule/comm.h>
+#include <deltarule/cp.h>
+
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -343,9 +346,40 @@ static bool same_arrangement(const dr_lm_run *r, const dr_lm_batch *b)
            memcmp(r->offsets, b->offsets, (size_t)(b->sequences + 1) * sizeof *b->offsets) == 0;
 }
 
-/* Plans for this batch, and buffers large enough for them. */
-static dr_status arrange(dr_lm_run *r, const dr_lm_batch *b)
+dr_status dr_lm_run_share(dr_lm_run *run, struct dr_comm *comm, const char *protocol, int64_t tokens)
 {
+    free(run->offsets);
+    run->offsets = dr_lm_alloc(tokens + 1, sizeof *run->offsets, "activations");
+    run->comm = comm;
+    run->protocol = protocol;
+    return run->offsets != NULL ? DR_OK : DR_ERR_MEMORY;
+}
+
+static dr_status plan_layer(const dr_lm_run *r, const dr_layer *layer, const dr_layer_layout *packing,
+                            dr_layer_plan **out)
+{
+    dr_partition partition = DR_PARTITION_INIT;
+    if (r->comm == NULL) {
+        LM_LIBRARY(dr_layer_plan_create(layer, packing, out));
+        return DR_OK;
+    }
+    dr_fragment *shares = dr_lm_alloc(r->comm->size, sizeof *shares, "ranks");
+    if (shares == NULL)
+        return DR_ERR_MEMORY;
+    partition.ranks = r->comm->size;
+    partition.count = r->comm->size;
+    partition.fragments = shares;
+    dr_status status = dr_partition_contiguous(packing->tokens, r->comm->size, shares);
+    if (status == DR_OK)
+        status = dr_layer_cp_plan_create(layer, r->comm, packing, &partition, r->protocol, out);
+    free(shares);
+    return status != DR_OK ? dr_lm_fail(status, "%s", dr_last_error()) : DR_OK;
+}
+
+/* Plans for this batch, and buffers large enough for them. */
+static dr_status arrange(dr_lm_run *r, const dr_lm_batch *part)
+{
+    const dr_lm_batch *b = r->comm != NULL ? r->whole : part;
     const dr_lm_model *m = r->model;
     size_t most_saved = 0, most_scratch = 0;
     if (same_arrangement(r, b))
@@ -359,7 +393,7 @@ static dr_status arrange(dr_lm_run *r, const dr_lm_batch *b)
         size_t saved, scratch;
         if (m->layers[k] == NULL)
             continue;
-        LM_LIBRARY(dr_layer_plan_create(m->layers[k], &packing, &r->plans[k]));
+        LM_TRY(plan_layer(r, m->layers[k], &packing, &r->plans[k]));
         LM_LIBRARY(dr_layer_plan_sizes(r->plans[k], &saved, &scratch));
         most_saved = saved > most_saved ? saved : most_saved;
         most_scratch = scratch > most_scratch ? scratch : most_scratch;
@@ -486,7 +520,8 @@ dr_status dr_lm_run_forward(dr_lm_run *r, const dr_lm_batch *b, dr_lm_states *st
 
 double dr_lm_run_loss(dr_lm_run *r, const dr_lm_batch *b)
 {
-    return dr_lm_cross_entropy(r->model->threads, b->tokens, DR_LM_BYTES, r->logits, b->target,
+    const int64_t whole = r->comm != NULL ? r->whole->tokens : b->tokens;
+    return dr_lm_cross_entropy(r->model->threads, b->tokens, whole, DR_LM_BYTES, r->logits, b->target,
                                r->training, r->rows);
 }
 

@@ -99,13 +99,19 @@ typedef struct dr_lm_run {
     int64_t sequences;
     size_t saved_bytes, scratch_bytes;
     void *scratch;
+    /* Of a run on one rank's share (lm_ranks.h): the batch of all ranks, of which a pass gets a part. */
+    struct dr_comm *comm;
+    const char *protocol;
+    const dr_lm_batch *whole;
 } dr_lm_run;
 dr_status dr_lm_run_create(const dr_lm_model *model, int64_t room, bool training, dr_lm_run *out);
+/* From now on passes are collective over comm; batches of all ranks have up to `tokens`. */
+dr_status dr_lm_run_share(dr_lm_run *run, struct dr_comm *comm, const char *protocol, int64_t tokens);
 void dr_lm_run_free(dr_lm_run *run);
 
 /* Fills run->logits. states: NULL, or of the one sequence of the batch, which they follow. */
 dr_status dr_lm_run_forward(dr_lm_run *run, const dr_lm_batch *batch, dr_lm_states *states);
-/* Mean loss per byte, in nats; in a training run the logits become their gradient. */
+/* Mean loss per byte, in nats, or a share's part in the mean of all ranks; in a training run the logits become their gradient. */
 double dr_lm_run_loss(dr_lm_run *run, const dr_lm_batch *batch);
 /* Gradients of the loss, a block like the weights; overwritten. Uses the values up. */
 dr_status dr_lm_run_backward(dr_lm_run *run, const dr_lm_batch *batch, float *gradients);

@@ -7,6 +7,7 @@
  */
 #include "checkpoint.h"
 #include "lm_ops.h"
+#include "lm_ranks.h"
 #include "tool.h"
 
 #include <errno.h>
@@ -41,8 +42,9 @@ enum {
 #define CLIP 1.0        /* largest norm of a gradient */
 
 typedef struct options {
-    const char *data, *glob, *arch, *out, *resume;
+    const char *data, *glob, *arch, *out, *resume, *cp;
     int64_t layers, hidden, heads, head_dim, inner, context, batch_tokens, steps, held_out, threads;
+    int64_t ranks;
     int64_t seed;
     double seconds, rate, save;
     bool json;
@@ -83,6 +85,10 @@ static const option_row rows[] = {
     OPTION("lr", "X", 'r', rate, 1e-9, 100, "Highest learning rate"),
     OPTION("seed", "N", 'i', seed, 0, 1e15, "Of the first weights and the order of the data (1)"),
     OPTION("threads", "N", 'i', threads, 0, 4096, "Threads; 0: the library's choice (0)"),
+    OPTION("ranks", "N", 'i', ranks, 1, DR_LM_MAX_RANKS,
+           "Context parallelism: cut every batch over so many ranks, threads of this process (1)"),
+    OPTION("cp", "SPEC", 't', cp, 0, 0,
+           "Protocol between the ranks of --ranks: p2p, allgather, grouped:G, doubling (p2p)"),
     OPTION("held-out", "BYTES", 'i', held_out, 1, 1e12,
            "Hold out at most so much, and at most a twentieth, of the data"),
     OPTION("out", "DIR", 't', out, 0, 0, "Folder for checkpoints; made if it is missing"),
@@ -135,10 +141,12 @@ static void read_options(int argc, char **argv, options *o)
     *o = (options){.layers = UNSET, .hidden = UNSET, .heads = UNSET, .head_dim = UNSET,
                    .inner = UNSET, .context = UNSET, .batch_tokens = UNSET, .steps = UNSET,
                    .held_out = UNSET, .seed = UNSET, .seconds = UNSET, .rate = UNSET,
-                   .save = DEFAULT_SAVE};
+                   .save = DEFAULT_SAVE, .ranks = UNSET};
     dr_tool_parse("train", &argp, argc, argv, o);
     if (o->data == NULL)
         dr_tool_usage("--data: must be given, a folder of text files or one file");
+    if (o->cp != NULL && o->ranks == UNSET)
+        dr_tool_usage("--cp: needs --ranks, between which the protocol runs");
     if (o->resume != NULL && o->out == NULL)
         dr_tool_usage("--resume: needs --out, the folder of the checkpoint");
 }
@@ -157,6 +165,7 @@ typedef struct trainer {
     dr_lm_batch batch;
     dr_lm_model model;
     dr_lm_run run;
+    dr_lm_ranks ranks;  /* with --ranks, in place of run and gradients */
     float *gradients, *m, *v;
     bool keep;          /* the checkpoint that is there is a good one */
     double saved_at;    /* elapsed, at the last checkpoint */
@@ -173,6 +182,7 @@ static void trainer_free(trainer *t)
     free(t->m);
     free(t->v);
     dr_lm_run_free(&t->run);
+    dr_lm_ranks_free(&t->ranks);
     dr_lm_model_free(&t->model);
     dr_lm_batch_free(&t->batch);
     dr_lm_feed_free(&t->feed);
@@ -251,10 +261,11 @@ static dr_status prepare_folder(const char *folder)
 static dr_status create_blocks(trainer *t)
 {
     const int64_t n = t->model.size;
-    t->gradients = dr_lm_alloc(n, sizeof *t->gradients, "gradients");
+    if (t->o.ranks == UNSET)
+        t->gradients = dr_lm_alloc(n, sizeof *t->gradients, "gradients");
     t->m = dr_lm_alloc(n, sizeof *t->m, "optimiser");
     t->v = dr_lm_alloc(n, sizeof *t->v, "optimiser");
-    return t->gradients != NULL && t->m != NULL && t->v != NULL ? DR_OK : DR_ERR_MEMORY;
+    return (t->gradients != NULL || t->o.ranks != UNSET) && t->m != NULL && t->v != NULL ? DR_OK : DR_ERR_MEMORY;
 }
 
 /* Says how the other checkpoint can be used, if it can. */
@@ -306,7 +317,11 @@ static dr_status set_up(trainer *t, const dr_lm_checkpoint *from)
         LM_TRY(dr_lm_checkpoint_read(from, &t->model, t->m, t->v));
     else
         dr_lm_model_init(&t->model, t->plan.seed);
-    LM_TRY(dr_lm_run_create(&t->model, t->plan.batch_tokens, true, &t->run));
+    if (t->o.ranks != UNSET)
+        LM_TRY(dr_lm_ranks_create(&t->model, t->plan.batch_tokens, (int32_t)t->o.ranks,
+                                  t->o.cp != NULL ? t->o.cp : "p2p", &t->ranks));
+    else
+        LM_TRY(dr_lm_run_create(&t->model, t->plan.batch_tokens, true, &t->run));
     t->keep = from == NULL || strcmp(t->o.resume, "current") == 0;
     t->first_step = t->plan.step;
     t->first_elapsed = t->saved_at = t->line_elapsed = t->plan.elapsed;
@@ -359,30 +374,36 @@ static double seconds_left(const trainer *t)
     return fmax(fmin(by_time, by_steps), 0);
 }
 
-static void update(trainer *t)
+static void update(trainer *t, const float *gradients)
 {
     const dr_lm_model *m = &t->model;
-    double norm = sqrt(dr_lm_square_sum(m->threads, m->size, t->gradients));
+    double norm = sqrt(dr_lm_square_sum(m->threads, m->size, gradients));
     dr_lm_adamw how = {.rate = rate_now(&t->plan), .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8,
                        .gradient_scale = norm > CLIP ? CLIP / norm : 1, .step = t->plan.step + 1};
     for (int32_t i = 0; i < m->n_params; i++) {
         const dr_lm_param *p = &m->params[i];
         how.decay = p->decays ? 0.1 : 0;
-        dr_lm_adamw_step(m->threads, p->count, &how, t->gradients + p->at, m->weights + p->at,
+        dr_lm_adamw_step(m->threads, p->count, &how, gradients + p->at, m->weights + p->at,
                          t->m + p->at, t->v + p->at);
     }
 }
 
 static dr_status one_step(trainer *t, double *loss)
 {
+    const float *gradients = t->gradients;
     dr_lm_feed_next(&t->feed, &t->batch);
-    LM_TRY(dr_lm_run_forward(&t->run, &t->batch, NULL));
-    *loss = dr_lm_run_loss(&t->run, &t->batch);
+    if (t->o.ranks != UNSET) {
+        LM_TRY(dr_lm_ranks_step(&t->ranks, &t->batch, loss, &gradients));
+    } else {
+        LM_TRY(dr_lm_run_forward(&t->run, &t->batch, NULL));
+        *loss = dr_lm_run_loss(&t->run, &t->batch);
+    }
     if (!isfinite(*loss))
         return dr_lm_fail(DR_ERR_DEVICE, "step %lld: the loss is %g; a smaller --lr may help",
                           (long long)t->plan.step + 1, *loss);
-    LM_TRY(dr_lm_run_backward(&t->run, &t->batch, t->gradients));
-    update(t);
+    if (t->o.ranks == UNSET)
+        LM_TRY(dr_lm_run_backward(&t->run, &t->batch, t->gradients));
+    update(t, gradients);
     t->plan.step++;
     t->plan.cursor = t->feed.cursor;
     return DR_OK;
