@@ -103,6 +103,9 @@ typedef struct dr_cp_piece {
  *   "allgather"  every rank receives the maps that precede it within its document
  *   "grouped:G"  maps gathered within groups of G, states handed on between groups
  *   "doubling"   maps combined in log2 rounds; the adjoint is the transposed exchange
+ *   "ulysses"    all ranks exchange tokens for heads, U = ranks; H and HV must be multiples of U
+ *   "ulysses:U+REST"  rows of U consecutive ranks exchange, protocol REST between the rows.
+ *                Both fill final_state for pieces that end a sequence, with zero for the others
  * Collective: all ranks must agree on problem, offsets, partition and protocol; otherwise
  * every rank gets ERR_ARG naming what differs, before any tensor travels. comm and ctx must outlive
  * the plan. */
@@ -133,8 +136,8 @@ DR_API dr_status dr_cp_buffers_create(const dr_cp_plan *plan, dr_buffers *out);
 
 /* As dr_forward and dr_backward on this rank's span [1,T_local,...]; collective. Of
  * initial_state the pieces that start a sequence are read, of d_final_state those that end one;
- * final_state holds the state after each piece, d_initial_state is the gradient for pieces that start
- * a sequence and zero for others. After a failure the communicator can no longer be used. */
+ * final_state holds the state after each piece (but see "ulysses"), d_initial_state is the gradient
+ * for pieces that start a sequence and zero for others. After a failure the communicator can no longer be used. */
 DR_API dr_status dr_cp_forward(const dr_cp_plan *plan, const dr_io *io, const dr_buffers *buffers);
 DR_API dr_status dr_cp_backward(const dr_cp_plan *plan, const dr_io *io, const dr_buffers *buffers);
 

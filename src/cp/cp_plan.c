@@ -15,6 +15,7 @@ static const dr_cp_protocol *const protocols[] = {
     &dr_cp_allgather,
     &dr_cp_grouped,
     &dr_cp_doubling,
+    &dr_cp_ulysses,
 };
 
 /* ---- names --------------------------------------------------------------------------- */

@@ -5,7 +5,7 @@
  * sequences are the rank's pieces; what the pieces owe each other across ranks is the engine's work.
  *
  * An engine is a way of running: programs over states and maps (cp_run.c; most protocols are only
- * a generator for it). Recipe (c) in CONTRIBUTING.md.
+ * a generator for it), or tokens exchanged for heads (cp_ulysses.c). Recipe (c) in CONTRIBUTING.md.
  */
 #ifndef DR_CP_PLAN_H
 #define DR_CP_PLAN_H
@@ -62,6 +62,7 @@ typedef struct dr_cp_protocol {
 } dr_cp_protocol;
 
 extern const dr_cp_protocol dr_cp_p2p, dr_cp_relay, dr_cp_allgather, dr_cp_grouped, dr_cp_doubling;
+extern const dr_cp_protocol dr_cp_ulysses;
 extern const dr_cp_engine dr_cp_programs;
 
 /* DR_OK, or the whole reason in one sentence. spec may be NULL. */
