@@ -5,9 +5,13 @@
  * operations' bodies, which may use the functions and tiles that stand first here.
  *
  * A register tile is mr rows by nv vectors, both known at compile time once inlined; mr is
- * V_MR or 4 (row counts are multiples of 4). The left operand of a product is broadcast
- * element by element straight from where it lies, the right one is a panel in L1.
+ * V_MR (V_MRB where the tile is a block of tokens wide) or 4: row counts are multiples of 4, and
+ * both divide 16. The left operand of a product is broadcast element by element straight from
+ * where it lies, the right one is a panel in L1.
  */
+#ifndef V_MRB
+#define V_MRB V_MR
+#endif
 #define V_LOOP _Pragma("GCC unroll 16")
 
 enum {
@@ -437,12 +441,12 @@ static void k_gate_lower(int n, const float *x, const float *bias, float ea, flo
 
 static void k_pair(int rows, int k, const float *a, int lda, const float *b, float *c, int ldc)
 {
-    v_f acc[V_MR][NV];
+    v_f acc[V_MRB][NV];
     int r = 0;
-    for (; r + V_MR <= rows; r += V_MR) {
-        tile_zero(V_MR, NB, acc);
-        tile_mul(V_MR, NB, acc, a + (int64_t)r * lda, lda, 1, b, 16, k);
-        tile_store(V_MR, NB, acc, c + (int64_t)r * ldc, ldc);
+    for (; r + V_MRB <= rows; r += V_MRB) {
+        tile_zero(V_MRB, NB, acc);
+        tile_mul(V_MRB, NB, acc, a + (int64_t)r * lda, lda, 1, b, 16, k);
+        tile_store(V_MRB, NB, acc, c + (int64_t)r * ldc, ldc);
     }
     for (; r < rows; r += 4) {
         tile_zero(4, NB, acc);

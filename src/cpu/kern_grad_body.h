@@ -168,7 +168,7 @@ static void k_grad_scaled(int rows, int ldk, const float *x, const float *y, con
 V_CALL void tile_tokens(const int mr, int panels, int64_t ps, const float *a, const float *t,
                         float *out, int64_t ldo)
 {
-    v_f acc[V_MR][NV];
+    v_f acc[V_MRB][NV];
     tile_zero(mr, NB, acc);
     for (int64_t p = 0; p < panels; p++)
         tile_mul(mr, NB, acc, a + p * ps, NR, 1, t + p * (NR * 16), 16, NR);
@@ -179,8 +179,8 @@ static void k_grad_pair(int rows, int panels, int64_t ps, const float *a, const 
                         int ldc)
 {
     int r = 0;
-    for (; r + V_MR <= rows; r += V_MR)
-        tile_tokens(V_MR, panels, ps, a + r * NR, t, c + (int64_t)r * ldc, ldc);
+    for (; r + V_MRB <= rows; r += V_MRB)
+        tile_tokens(V_MRB, panels, ps, a + r * NR, t, c + (int64_t)r * ldc, ldc);
     for (; r < rows; r += 4)
         tile_tokens(4, panels, ps, a + r * NR, t, c + (int64_t)r * ldc, ldc);
 }
@@ -189,8 +189,8 @@ static void k_grad_left(int k, int panels, const float *S, const float *t, float
                         dr_kern_ahead *ahead)
 {
     int d = 0;
-    for (; d + V_MR <= k; d += V_MR) {
-        tile_tokens(V_MR, panels, (int64_t)k * NR, S + d * NR, t, out + d * 16, 16);
+    for (; d + V_MRB <= k; d += V_MRB) {
+        tile_tokens(V_MRB, panels, (int64_t)k * NR, S + d * NR, t, out + d * 16, 16);
         if (ahead != NULL)
             ahead_some(ahead);
     }
@@ -272,7 +272,7 @@ V_CALL void tile_block(const int mr, gdn_block *x, int d)
 {
     const dr_kern_chunk *c = x->c;
     const int64_t ldc = c->ldc, ldk = c->ldk;
-    v_f acc[V_MR][NV], more[V_MR][NV];
+    v_f acc[V_MRB][NV], more[V_MRB][NV];
     tile_load(mr, NB, acc, x->hq + d * 16, 16);
     tile_dot(mr, x->sq, acc, x->qt + d * 16);
     V_LOOP for (int m = 0; m < mr; m++)
@@ -312,8 +312,8 @@ static void k_grad_gdn_block(const dr_kern_chunk *c, int block, const float *kt,
         x.sq[j] = x.sz[j] = x.sx[j] = v_zero();
     }
     int d = 0;
-    for (; d + V_MR <= c->k; d += V_MR)
-        tile_block(V_MR, &x, d);
+    for (; d + V_MRB <= c->k; d += V_MRB)
+        tile_block(V_MRB, &x, d);
     for (; d < c->k; d += 4)
         tile_block(4, &x, d);
     V_LOOP for (int j = 0; j < NB; j++) {
