@@ -9,6 +9,8 @@ PACKAGES = gcc g++ cmake pkg-config libopenblas-openmp-dev libjansson-dev libcmo
 
 DEMO_SECONDS ?= 60
 DEMO_DATA    ?= /usr/include
+# Ranks that share every batch, threads of one process.
+DEMO_RANKS   ?= 2
 
 .PHONY: all build demo check bench install deps clean
 
@@ -34,7 +36,8 @@ build: deps
 
 demo: build
 	$(BUILD)/deltarule info
-	$(BUILD)/deltarule train --data $(DEMO_DATA) --glob '*.h' --seconds $(DEMO_SECONDS) --out $(BUILD)/demo
+	$(BUILD)/deltarule train --data $(DEMO_DATA) --glob '*.h' --seconds $(DEMO_SECONDS) --out $(BUILD)/demo \
+	    --ranks $(DEMO_RANKS) --cp relay --threads $$((($(JOBS) + $(DEMO_RANKS) - 1) / $(DEMO_RANKS)))
 	$(BUILD)/deltarule generate --model $(BUILD)/demo --prompt '#ifndef _' --tokens 300
 
 check: build

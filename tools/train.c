@@ -88,7 +88,7 @@ static const option_row rows[] = {
     OPTION("ranks", "N", 'i', ranks, 1, DR_LM_MAX_RANKS,
            "Context parallelism: cut every batch over so many ranks, threads of this process (1)"),
     OPTION("cp", "SPEC", 't', cp, 0, 0,
-           "Protocol between the ranks of --ranks: p2p, allgather, grouped:G, doubling (p2p)"),
+           "Protocol between the ranks of --ranks: p2p, relay, allgather, grouped:G, doubling, ulysses (p2p)"),
     OPTION("held-out", "BYTES", 'i', held_out, 1, 1e12,
            "Hold out at most so much, and at most a twentieth, of the data"),
     OPTION("out", "DIR", 't', out, 0, 0, "Folder for checkpoints; made if it is missing"),
