@@ -110,13 +110,13 @@ static void must(dr_status status)
         fail_msg("%s", dr_last_error());
 }
 
-static void one_rank(stream *s, const job *j)
+static void one_rank_on(const char *backend, stream *s, const job *j)
 {
     dr_context *ctx;
     dr_plan *plan;
     dr_buffers b;
     dr_problem p = problem_of(j);
-    must(dr_context_create("ref", NULL, &ctx));
+    must(dr_context_create(backend, NULL, &ctx));
     must(dr_plan_create(ctx, &p, &plan));
     must(dr_buffers_create(plan, &b));
     dr_io io = io_of(s, j, j->T, j->N);
@@ -126,6 +126,8 @@ static void one_rank(stream *s, const job *j)
     dr_plan_destroy(plan);
     dr_context_destroy(ctx);
 }
+
+static void one_rank(stream *s, const job *j) { one_rank_on("ref", s, j); }
 
 /* ---- many ranks ------------------------------------------------------------------------ */
 
@@ -406,6 +408,40 @@ static void sweep(const char *backend, int rounds)
 static void test_many_ranks_ref(void **state) { (void)state; sweep("ref", 12); }
 static void test_many_ranks_cpu(void **state) { (void)state; sweep("cpu", 24); }
 
+/* Cuts on edges of chunks: relay computes every chunk from the state that one rank would have. */
+static void test_relay_bits(void **state)
+{
+    (void)state;
+    const char *const backends[] = {"ref", "cpu"};
+    for (int i = 0; i < 8; i++) {
+        job j = {.variant = i % 2 ? DR_KDA : DR_GDN, .backend = backends[i / 2 % 2], .protocol = "relay",
+                 .T = 96, .N = i < 4 ? 1 : 3, .offsets = {0, i < 4 ? 96 : 64, 64, 96}, .ranks = 3};
+        partition_random(&j, 0);
+        for (int r = 0; r < 3; r++)
+            assert_int_equal(j.fragments[r].begin % 32, 0);
+        fill(&whole, &j, 0.1);
+        one_rank_on(j.backend, &whole, &j);
+        dr_comm *comms[3];
+        open_ranks(comms, 3, 60);
+        many_ranks(&j, &whole, &gathered, comms, -1, 0);
+        close_ranks(comms, 3);
+        for (int r = 0; r < 3; r++)
+            assert_int_equal(works[r].status, DR_OK);
+        compare(&gathered, &whole, &j, "cut on chunks");
+        if (strcmp(j.backend, "cpu") != 0)
+            continue; /* ref computes in fp64 and hands on fp32: equal to rounding */
+        const size_t T = (size_t)j.T * sizeof(float), w = (size_t)gate_width(&j);
+        assert_memory_equal(gathered.o, whole.o, T * HV * V);
+        assert_memory_equal(gathered.dq, whole.dq, T * H * K);
+        assert_memory_equal(gathered.dk, whole.dk, T * H * K);
+        assert_memory_equal(gathered.dv, whole.dv, T * HV * V);
+        assert_memory_equal(gathered.dg, whole.dg, T * HV * w);
+        assert_memory_equal(gathered.dbeta, whole.dbeta, T * HV);
+        assert_memory_equal(gathered.ht, whole.ht, (size_t)j.N * HV * K * V * sizeof(float));
+        assert_memory_equal(gathered.dh0, whole.dh0, (size_t)j.N * HV * K * V * sizeof(float));
+    }
+}
+
 /* One long document over P ranks: messages and bytes of each protocol. */
 static void test_messages(void **state)
 {
@@ -653,6 +689,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_many_ranks_ref),
         cmocka_unit_test(test_many_ranks_cpu),
+        cmocka_unit_test(test_relay_bits),
         cmocka_unit_test(test_messages),
         cmocka_unit_test(test_nothing_crosses_boundaries),
         cmocka_unit_test(test_peers_that_fail),
