@@ -279,8 +279,6 @@ dr_status dr_prepare(const dr_plan *plan, dr_direction dir, const dr_io *io,
     trip t;
     DR_TRY(trip_open(&t, "dr_prepare", plan, dir, io, buffers, 0));
     void_saved(t.saved, dir);
-    if (dir == DR_FORWARD && t.saved != NULL) /* what an older forward saved ends here */
-        *t.saved = (dr_stamp){0};
     return trip_close(&t, stages_of(&t.pass)->prepare(&t.pass), STAGE_PREPARED);
 }
 

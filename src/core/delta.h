@@ -63,6 +63,13 @@ dr_status dr_windows_open(dr_windows *w, const dr_plan *plan, const dr_io *io,
 dr_status dr_windows_run(const dr_windows *w, const dr_window *x); /* NULL: all */
 void dr_windows_close(dr_windows *w, dr_status status);
 
+/* Scratch of a fused trip in either direction. */
+DR_INLINE size_t dr_plan_fused_scratch(const dr_plan *plan)
+{
+    return plan->forward_scratch > plan->backward_scratch ? plan->forward_scratch
+                                                          : plan->backward_scratch;
+}
+
 dr_status dr_buffers_alloc(size_t saved, size_t scratch, dr_buffers *out);
 dr_status dr_buffers_check(const dr_buffers *b, size_t saved, bool saved_required, size_t scratch);
 

@@ -86,9 +86,7 @@ dr_status dr_buffers_create(const dr_plan *plan, dr_buffers *out)
 {
     if (plan == NULL || out == NULL)
         return dr_fail(DR_ERR_ARG, "%s: must not be NULL", plan == NULL ? "plan" : "out");
-    size_t scratch = plan->forward_scratch;
-    if (plan->backward_scratch > scratch)
-        scratch = plan->backward_scratch;
+    size_t scratch = dr_plan_fused_scratch(plan);
     if (plan->staged_scratch > scratch)
         scratch = plan->staged_scratch;
     return dr_buffers_alloc(plan->saved, scratch, out);

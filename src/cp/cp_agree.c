@@ -13,6 +13,24 @@ uint64_t dr_cp_digest(uint64_t h, const void *data, size_t bytes)
     return h;
 }
 
+uint64_t dr_cp_digest_offsets(const int64_t *offsets, int64_t sequences)
+{
+    if (offsets == NULL)
+        return DR_DIGEST;
+    return dr_cp_digest(DR_DIGEST, offsets, (size_t)(sequences + 1) * sizeof *offsets);
+}
+
+uint64_t dr_cp_digest_partition(const dr_partition *partition)
+{
+    uint64_t h = dr_cp_digest(DR_DIGEST, &partition->ranks, sizeof partition->ranks);
+    for (int64_t i = 0; i < partition->count; i++) {
+        const dr_fragment *f = &partition->fragments[i];
+        const int64_t row[] = {f->begin, f->end, f->rank};
+        h = dr_cp_digest(h, row, sizeof row);
+    }
+    return h;
+}
+
 void dr_agreement_set(dr_agreement *mine, dr_status status)
 {
     mine->status = status;
@@ -49,4 +67,23 @@ dr_status dr_cp_agree(dr_comm *comm, const dr_agreement *mine, const char *const
                                  what[i], r);
     dr_free(all);
     return status;
+}
+
+/* Keeps the first failure: dr_last_error may change while the others are waited for. */
+static void note(dr_comm *comm, dr_agreement *first, dr_status status)
+{
+    if (status == DR_OK || first->status != DR_OK)
+        return;
+    dr_agreement_set(first, status);
+    dr_comm_abort(comm, first->sentence);
+}
+
+dr_status dr_cp_settle(dr_comm *comm, dr_status status, dr_batch *const *batches, int64_t n)
+{
+    dr_agreement first = {0};
+    note(comm, &first, status);
+    for (int64_t i = 0; i < n; i++)
+        if (batches[i] != NULL)
+            note(comm, &first, dr_comm_wait(batches[i]));
+    return first.status == DR_OK ? DR_OK : dr_fail((dr_status)first.status, "%s", first.sentence);
 }

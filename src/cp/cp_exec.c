@@ -5,6 +5,7 @@
  * at the end, while the stages after the exchange run.
  */
 #include "cp/cp_exec.h"
+#include "cp/cp_agree.h"
 
 #include "base/half.h"
 
@@ -36,8 +37,7 @@ void dr_exec_carve(dr_exec *x, dr_arena *saved, dr_arena *scratch)
     int32_t me = p->me;
     x->kept = DR_TAKE(saved, float, p->n_kept, floats_of(x, DR_VALUE_MAP));
     x->values = DR_TAKE(scratch, float *, p->n_values, 1);
-    x->batches = DR_TAKE(scratch, dr_batch *, p->n_values, 1);
-    x->sends = DR_TAKE(scratch, dr_batch *, p->n_ops, 1);
+    x->batches = DR_TAKE(scratch, dr_batch *, p->n_values + p->n_ops, 1);
     x->map_of = DR_TAKE(scratch, int32_t, N, 1);
     x->entry_of = DR_TAKE(scratch, int32_t, N, 1);
     x->turn = DR_TAKE(scratch, float, floats_of(x, DR_VALUE_STATE), 1);
@@ -141,7 +141,7 @@ static dr_status run_op(dr_exec *x, const dr_step_op *op)
     case DR_OP_SEND: {
         DR_TRY(value_of(x, op->a, &a));
         dr_transfer t = {op->peer, 1, a, dr_exec_bytes(x, (dr_value_kind)x->program->kinds[op->a])};
-        DR_TRY(dr_comm_post(x->comm, &t, 1, &x->sends[x->n_sends]));
+        DR_TRY(dr_comm_post(x->comm, &t, 1, &x->batches[x->program->n_values + x->n_sends]));
         x->n_sends++;
         return DR_OK;
     }
@@ -186,24 +186,5 @@ dr_status dr_exec_run(dr_exec *x)
 
 dr_status dr_exec_finish(dr_exec *x, dr_status status)
 {
-    if (status != DR_OK) {
-        char why[200]; /* dr_last_error may change while waiting */
-        strncpy(why, dr_last_error(), sizeof why - 1);
-        why[sizeof why - 1] = 0;
-        dr_comm_abort(x->comm, why);
-        for (int32_t v = 0; v < x->program->n_values; v++)
-            if (x->batches[v] != NULL)
-                dr_comm_wait(x->batches[v]); /* returns at once; gives the buffers back */
-        for (int32_t i = 0; i < x->n_sends; i++)
-            dr_comm_wait(x->sends[i]);
-        return dr_fail(status, "%s", why);
-    }
-    for (int32_t i = 0; i < x->n_sends; i++) {
-        dr_status sent = dr_comm_wait(x->sends[i]);
-        if (status == DR_OK && sent != DR_OK) {
-            status = sent;
-            dr_comm_abort(x->comm, dr_last_error());
-        }
-    }
-    return status;
+    return dr_cp_settle(x->comm, status, x->batches, x->program->n_values + x->n_sends);
 }

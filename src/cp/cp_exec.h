@@ -24,8 +24,7 @@ typedef struct dr_exec {
     float **values;            /* registers */
     float *kept;               /* in saved: maps [0; A^T] */
     float *turn;               /* one state, turned V-major */
-    dr_batch **batches;        /* of the receive that fills a register, else NULL */
-    dr_batch **sends;
+    dr_batch **batches;        /* by register: of the receive that fills it, else NULL; then the sends */
     int32_t *map_of;           /* per piece: its place in maps, or -1 */
     int32_t *entry_of;         /* per piece: its place in entries, or -1 */
     float *maps, *entries;

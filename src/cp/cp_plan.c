@@ -98,16 +98,8 @@ static void digest(dr_agreement *a, const dr_context *ctx, const dr_problem *p,
     const double reals[] = {p->lower_bound, p->beta_scale, p->l2norm_eps, p->scale};
     uint64_t h = dr_cp_digest(dr_cp_digest(DR_DIGEST, ints, sizeof ints), reals, sizeof reals);
     a->digest[0] = dr_cp_digest(h, ctx->backend->name, strlen(ctx->backend->name));
-    a->digest[1] = DR_DIGEST;
-    if (p->offsets != NULL)
-        a->digest[1] = dr_cp_digest(DR_DIGEST, p->offsets, (size_t)(p->sequences + 1) * sizeof *p->offsets);
-    h = dr_cp_digest(DR_DIGEST, &partition->ranks, sizeof partition->ranks);
-    for (int64_t i = 0; i < partition->count; i++) {
-        const dr_fragment *f = &partition->fragments[i];
-        const int64_t row[] = {f->begin, f->end, f->rank};
-        h = dr_cp_digest(h, row, sizeof row);
-    }
-    a->digest[2] = h;
+    a->digest[1] = dr_cp_digest_offsets(p->offsets, p->sequences);
+    a->digest[2] = dr_cp_digest_partition(partition);
     a->digest[3] = dr_cp_digest(DR_DIGEST, protocol, strlen(protocol));
 }
 
@@ -136,6 +128,15 @@ static dr_status build(dr_cp_plan *plan, const dr_problem *problem, const dr_par
     complete.chunk = plan->inner->problem.chunk;
     DR_TRY(plan->spec.protocol->engine->build(plan, &complete, partition));
     digest(mine, plan->ctx, &complete, partition, spec);
+    return DR_OK;
+}
+
+dr_status dr_cp_plan_fit(dr_cp_plan *plan, const dr_arena *saved, const dr_arena *scratch)
+{
+    if (saved->overflow || scratch->overflow)
+        return dr_fail(DR_ERR_MEMORY, "plan: the working memory of this problem exceeds 2^62 bytes");
+    plan->saved = saved->used > plan->saved ? saved->used : plan->saved;
+    plan->scratch = scratch->used > plan->scratch ? scratch->used : plan->scratch;
     return DR_OK;
 }
 

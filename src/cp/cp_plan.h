@@ -65,6 +65,9 @@ extern const dr_cp_protocol dr_cp_p2p, dr_cp_relay, dr_cp_allgather, dr_cp_group
 extern const dr_cp_protocol dr_cp_ulysses;
 extern const dr_cp_engine dr_cp_programs;
 
+/* For an engine's build or join: makes room for a trip that was laid out on these empty arenas. */
+dr_status dr_cp_plan_fit(dr_cp_plan *plan, const dr_arena *saved, const dr_arena *scratch);
+
 /* DR_OK, or the whole reason in one sentence. spec may be NULL. */
 dr_status dr_cp_spec_parse(const char *spec, dr_cp_spec *out);
 

@@ -15,6 +15,7 @@
  * measured, such a window costs 1.4 times the fused one. With W windows over P ranks the fused trip
  * takes W + P - 1 steps instead of W.
  */
+#include "cp/cp_agree.h"
 #include "cp/cp_plan.h"
 
 /* One direction of travel; -1: nobody, none. */
@@ -87,17 +88,11 @@ typedef struct trip {
     const relay_side *side;
     float *entry, *exit;           /* [HV,V,K] of the entered and the leaving piece */
     int32_t *entry_of, *exit_of;   /* per piece, as in dr_pass */
-    dr_batch **receives, **sends;  /* per window */
+    dr_batch **batches;            /* receives per window, NULL once waited for; then the sends */
     dr_windows windows;
     int32_t n;                     /* windows */
     int32_t freed, entered, sent;  /* how far they have come, each in order */
 } trip;
-
-static size_t inner_scratch(const dr_cp_plan *plan)
-{
-    const size_t f = plan->inner->forward_scratch, b = plan->inner->backward_scratch;
-    return f > b ? f : b;
-}
 
 static void carve(const dr_cp_plan *plan, const relay_side *side, trip *t, dr_arena *saved,
                   dr_arena *scratch)
@@ -108,13 +103,12 @@ static void carve(const dr_cp_plan *plan, const relay_side *side, trip *t, dr_ar
     const int64_t N = plan->route.n_pieces;
     *t = (trip){.plan = plan, .own = own, .side = side, .n = own->windows};
     DR_TAKE(saved, char, plan->inner->saved, 1);
-    DR_TAKE(scratch, char, inner_scratch(plan), 1);
+    DR_TAKE(scratch, char, dr_plan_fused_scratch(plan->inner), 1);
     t->entry = DR_TAKE(scratch, float, side->from >= 0 ? states : 0, 1);
     t->exit = DR_TAKE(scratch, float, side->to >= 0 ? states : 0, 1);
     t->entry_of = DR_TAKE(scratch, int32_t, N, 1);
     t->exit_of = DR_TAKE(scratch, int32_t, N, 1);
-    t->receives = DR_TAKE(scratch, dr_batch *, t->n, 1);
-    t->sends = DR_TAKE(scratch, dr_batch *, t->n, 1);
+    t->batches = DR_TAKE(scratch, dr_batch *, 2 * (int64_t)t->n, 1);
 }
 
 static dr_status measure(dr_cp_plan *plan)
@@ -125,10 +119,7 @@ static dr_status measure(dr_cp_plan *plan)
         dr_arena saved = {0}, scratch = {0};
         trip t;
         carve(plan, sides[i], &t, &saved, &scratch);
-        if (saved.overflow || scratch.overflow)
-            return dr_fail(DR_ERR_MEMORY, "plan: the working memory of this problem exceeds 2^62 bytes");
-        plan->saved = saved.used > plan->saved ? saved.used : plan->saved;
-        plan->scratch = scratch.used > plan->scratch ? scratch.used : plan->scratch;
+        DR_TRY(dr_cp_plan_fit(plan, &saved, &scratch));
     }
     return DR_OK;
 }
@@ -139,7 +130,7 @@ static dr_status build(dr_cp_plan *plan, const dr_problem *problem, const dr_par
     relay *own = plan->own = dr_alloc(sizeof *own);
     if (own == NULL)
         return dr_fail(DR_ERR_MEMORY, "plan: no memory for %zu bytes", sizeof *own);
-    DR_TRY(check_partition(&plan->route, dr_max(partition->ranks, plan->comm->size)));
+    DR_TRY(check_partition(&plan->route, partition->ranks));
     DR_TRY(cut_windows(plan, own));
     find_sides(plan, own);
     return measure(plan);
@@ -186,7 +177,7 @@ static dr_status post_receives(trip *t)
 {
     for (int32_t w = 0; t->side->from >= 0 && w < t->n; w++) {
         const dr_transfer x = transfer_of(t, w, false);
-        DR_TRY(dr_comm_post(t->plan->comm, &x, 1, &t->receives[w]));
+        DR_TRY(dr_comm_post(t->plan->comm, &x, 1, &t->batches[w]));
     }
     return DR_OK;
 }
@@ -200,7 +191,7 @@ static dr_status run_window(trip *t, int32_t w, int64_t piece0, int64_t piece1, 
     if (!leaves)
         return DR_OK;
     const dr_transfer out = transfer_of(t, w, true);
-    DR_TRY(dr_comm_post(t->plan->comm, &out, 1, &t->sends[t->sent]));
+    DR_TRY(dr_comm_post(t->plan->comm, &out, 1, &t->batches[t->n + t->sent]));
     t->sent++;
     return DR_OK;
 }
@@ -223,8 +214,8 @@ static dr_status run_entered(trip *t)
 {
     const int64_t e = t->side->entered;
     const int32_t w = t->entered++;
-    dr_batch *batch = t->receives[w];
-    t->receives[w] = NULL;
+    dr_batch *batch = t->batches[w];
+    t->batches[w] = NULL;
     DR_TRY(dr_comm_wait(batch));
     return run_window(t, w, e, e + 1, t->side->to >= 0 && t->side->leaving == e);
 }
@@ -235,31 +226,10 @@ static dr_status run_windows(trip *t)
     while (t->freed < t->n || t->entered < t->n) {
         int32_t arrived = 0;
         if (t->entered < t->n && !(others_wait && t->freed < t->n))
-            DR_TRY(dr_comm_test(t->receives[t->entered], &arrived));
+            DR_TRY(dr_comm_test(t->batches[t->entered], &arrived));
         DR_TRY(!arrived && t->freed < t->n ? run_free(t) : run_entered(t));
     }
     return DR_OK;
-}
-
-/* Waits for what is under way; a failure aborts the communicator so that no peer waits in vain. */
-static dr_status finish(trip *t, dr_status status)
-{
-    char why[200] = ""; /* dr_last_error may change while waiting */
-    if (status != DR_OK) {
-        strncpy(why, dr_last_error(), sizeof why - 1);
-        dr_comm_abort(t->plan->comm, why);
-    }
-    for (int32_t w = 0; w < t->n; w++) {
-        if (t->receives[w] != NULL)
-            dr_comm_wait(t->receives[w]); /* after a failure only: gives the buffers back */
-        dr_status sent = t->sends[w] != NULL ? dr_comm_wait(t->sends[w]) : DR_OK;
-        if (status == DR_OK && sent != DR_OK) {
-            status = sent;
-            strncpy(why, dr_last_error(), sizeof why - 1);
-            dr_comm_abort(t->plan->comm, why);
-        }
-    }
-    return status == DR_OK ? DR_OK : dr_fail(status, "%s", why);
 }
 
 static dr_status run(const dr_cp_plan *plan, int dir, const dr_io *io, const dr_io *normal,
@@ -277,9 +247,9 @@ static dr_status run(const dr_cp_plan *plan, int dir, const dr_io *io, const dr_
         t.exit_of[n] = n == t.side->leaving ? 0 : -1;
     }
     for (int32_t w = 0; w < t.n; w++)
-        t.receives[w] = t.sends[w] = NULL;
+        t.batches[w] = NULL;
     inner.saved_bytes = plan->inner->saved;
-    inner.scratch_bytes = inner_scratch(plan);
+    inner.scratch_bytes = dr_plan_fused_scratch(plan->inner);
     if (t.side->from < 0) /* nothing to wait for: all pieces are free */
         t.entered = t.n;
     else if (plan->route.n_pieces == 1)
@@ -291,7 +261,7 @@ static dr_status run(const dr_cp_plan *plan, int dir, const dr_io *io, const dr_
         status = run_windows(&t);
         dr_windows_close(&t.windows, status);
     }
-    status = finish(&t, status);
+    status = dr_cp_settle(plan->comm, status, t.batches, t.n + t.sent);
     dr_arena_done(&saved);
     dr_arena_done(&scratch);
     return status;

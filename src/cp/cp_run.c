@@ -66,10 +66,7 @@ static dr_status measure(dr_cp_plan *plan)
         dr_arena saved = {0}, scratch = {0};
         dr_exec x;
         carve(plan, dir, &x, &saved, &scratch);
-        if (saved.overflow || scratch.overflow)
-            return dr_fail(DR_ERR_MEMORY, "plan: the working memory of this problem exceeds 2^62 bytes");
-        plan->saved = saved.used > plan->saved ? saved.used : plan->saved;
-        plan->scratch = scratch.used > plan->scratch ? scratch.used : plan->scratch;
+        DR_TRY(dr_cp_plan_fit(plan, &saved, &scratch));
     }
     return DR_OK;
 }

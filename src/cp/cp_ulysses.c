@@ -84,10 +84,7 @@ static dr_status measure(dr_cp_plan *plan)
         dr_arena saved = {0}, scratch = {0};
         trip x;
         carve(&x, plan, trips[i].dir, trips[i].keep, &saved, &scratch);
-        if (saved.overflow || scratch.overflow)
-            return dr_fail(DR_ERR_MEMORY, "plan: the working memory of this problem exceeds 2^62 bytes");
-        plan->saved = saved.used > plan->saved ? saved.used : plan->saved;
-        plan->scratch = scratch.used > plan->scratch ? scratch.used : plan->scratch;
+        DR_TRY(dr_cp_plan_fit(plan, &saved, &scratch));
     }
     return DR_OK;
 }
@@ -196,8 +193,7 @@ static dr_status join_row(dr_cp_plan *plan, const dr_problem *problem)
         DR_TRY(dr_plan_create(plan->ctx, &local, &own->alone));
         own->n_states = own->alone->n_pieces;
         own->saved = own->alone->saved;
-        own->scratch = own->alone->forward_scratch > own->alone->backward_scratch
-                           ? own->alone->forward_scratch : own->alone->backward_scratch;
+        own->scratch = dr_plan_fused_scratch(own->alone);
     }
     DR_TRY(place_states(own, problem->offsets != NULL ? problem->sequences : 1));
     return measure(plan);
@@ -297,13 +293,13 @@ static dr_status bring_in(trip *x, const dr_spans *spans)
     DR_TRY(post(x, RECEIVE_IN));
     DR_TRY(post(x, RECEIVE_OUT));
     for (int32_t m = 0; m < row->U; m++)
-        dr_parcel_from_span(row, x->in, m, spans, packed_at(x, SEND_IN, RECEIVE_IN, m));
+        dr_parcel_span(row, x->in, m, spans, packed_at(x, SEND_IN, RECEIVE_IN, m), true);
     DR_TRY(post(x, SEND_IN));
     /* pieces entered or left elsewhere have no state in any parcel */
     memset(x->from.state, 0, (size_t)(x->own->n_states * row->heads * row->K * row->V) * sizeof(float));
     DR_TRY(wait(x, RECEIVE_IN));
     for (int32_t m = 0; m < row->U; m++)
-        dr_parcel_to_row(row, x->in, m, parcel_of(x, RECEIVE_IN, m, &floats), &x->from);
+        dr_parcel_row(row, x->in, m, &x->from, parcel_of(x, RECEIVE_IN, m, &floats), false);
     return DR_OK;
 }
 
@@ -311,7 +307,7 @@ static dr_status bring_back(trip *x)
 {
     const dr_row *row = &x->own->row;
     for (int32_t m = 0; m < row->U; m++)
-        dr_parcel_from_row(row, x->out, m, &x->to, packed_at(x, SEND_OUT, RECEIVE_OUT, m));
+        dr_parcel_row(row, x->out, m, &x->to, packed_at(x, SEND_OUT, RECEIVE_OUT, m), true);
     DR_TRY(post(x, SEND_OUT));
     for (int batch = 0; batch < BATCHES; batch++)
         DR_TRY(wait(x, batch));
@@ -410,17 +406,6 @@ static dr_status compute(const trip *x, const dr_io *normal)
                       : dr_backward(own->alone, &io, &x->within);
 }
 
-/* States of pieces that end (start) no sequence here are in no parcel. */
-static void clear_states(const dr_cp_plan *plan, const dr_tensor *states)
-{
-    for (int64_t n = 0; states->data != NULL && n < plan->route.n_pieces; n++) {
-        dr_tensor one = *states;
-        one.data = dr_at(states, n, 0, 0, 0);
-        one.shape[0] = 1;
-        dr_tensor_zero_tail(&one, 0);
-    }
-}
-
 static dr_status go(trip *x, const dr_io *n)
 {
     const dr_spans inputs = {{n->q, n->k, n->v, n->g, n->beta}, n->initial_state};
@@ -435,9 +420,9 @@ static dr_status go(trip *x, const dr_io *n)
     DR_TRY(bring_in(x, in));
     DR_TRY(compute(x, n));
     DR_TRY(bring_back(x));
-    clear_states(x->plan, &out->state);
+    dr_tensor_zero_tail(&out->state, 0); /* pieces that end (start) no sequence are in no parcel */
     for (int32_t m = 0; m < row->U; m++)
-        dr_parcel_to_span(row, x->out, m, parcel_of(x, RECEIVE_OUT, m, &floats), out);
+        dr_parcel_span(row, x->out, m, out, parcel_of(x, RECEIVE_OUT, m, &floats), false);
     if (x->dir < 0)
         store_params(x, n);
     return DR_OK;
@@ -451,15 +436,7 @@ static dr_status run(const dr_cp_plan *plan, int dir, const dr_io *io, const dr_
     trip x;
     (void)io; /* only the normalised form is packed */
     carve(&x, plan, dir, buffers->saved != NULL, &saved, &scratch);
-    const dr_status status = go(&x, normal);
-    if (status != DR_OK) {
-        dr_agreement why = {0};
-        dr_agreement_set(&why, status);
-        dr_comm_abort(plan->comm, why.sentence);
-        for (int batch = 0; batch < BATCHES; batch++)
-            (void)wait(&x, batch);
-        (void)dr_fail(status, "%s", why.sentence); /* the first to know, not the last batch */
-    }
+    const dr_status status = dr_cp_settle(plan->comm, go(&x, normal), x.batch, BATCHES);
     dr_arena_done(&saved);
     dr_arena_done(&scratch);
     return status;

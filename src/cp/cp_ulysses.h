@@ -78,16 +78,12 @@ dr_status dr_row_build(dr_row *row, const dr_cp_plan *plan, const dr_problem *pr
                        const dr_partition *partition);
 void dr_row_clear(dr_row *row);
 int32_t dr_row_value_head(const dr_row *row, int32_t member, int32_t head); /* of the whole problem */
-/* This rank's tokens with the heads of a member. */
-void dr_parcel_from_span(const dr_row *row, dr_parcel_kind kind, int32_t member, const dr_spans *from,
-                         float *parcel);
-void dr_parcel_to_span(const dr_row *row, dr_parcel_kind kind, int32_t member, const float *parcel,
-                       const dr_spans *to);
-/* A member's tokens with this rank's heads. */
-void dr_parcel_from_row(const dr_row *row, dr_parcel_kind kind, int32_t member, const dr_row_data *from,
-                        float *parcel);
-void dr_parcel_to_row(const dr_row *row, dr_parcel_kind kind, int32_t member, const float *parcel,
-                      const dr_row_data *to);
+/* Packs a parcel from, or unpacks it to, this rank's span: its tokens with the heads of a member. */
+void dr_parcel_span(const dr_row *row, dr_parcel_kind kind, int32_t member, const dr_spans *span,
+                    float *parcel, bool pack);
+/* The same with the row: a member's tokens with this rank's heads. */
+void dr_parcel_row(const dr_row *row, dr_parcel_kind kind, int32_t member, const dr_row_data *data,
+                   float *parcel, bool pack);
 
 /* cp_ulysses_column.c: ranks first, first + step, ... of a communicator, as one. It shares the
  * fate of whole and leaves it open when closed. */

@@ -141,67 +141,53 @@ static int32_t head_of(const dr_row *row, const dr_field *f, int32_t member, int
     return f->value_heads ? dr_row_value_head(row, member, head) : member * f->heads + head;
 }
 
-/* n elements along the last axis of t, from element (i, j, k, 0). */
-static void load(const dr_tensor *t, int64_t i, int64_t j, int64_t k, int64_t n, float *out)
+/* n elements along the last axis of t, from element (i, j, k, 0). An absent tensor is packed as zero
+ * and takes nothing. */
+static void move(const dr_tensor *t, int64_t i, int64_t j, int64_t k, int64_t n, float *parcel, bool pack)
 {
+    const size_t bytes = (size_t)n * sizeof *parcel;
     if (t->data == NULL) {
-        memset(out, 0, (size_t)n * sizeof *out);
+        if (pack)
+            memset(parcel, 0, bytes);
         return;
     }
-    const void *from = dr_at(t, i, j, k, 0);
-    if (t->dtype == DR_F32 && (n == 1 || t->stride[3] == 1))
-        memcpy(out, from, (size_t)n * sizeof *out);
-    else
-        for (int64_t x = 0; x < n; x++)
-            out[x] = (float)dr_get(from, t->dtype, n == 1 ? 0 : x * t->stride[3]);
-}
-
-static void store(const dr_tensor *t, int64_t i, int64_t j, int64_t k, int64_t n, const float *in)
-{
-    if (t->data == NULL)
+    void *at = dr_at(t, i, j, k, 0);
+    const int64_t stride = n == 1 ? 0 : t->stride[3];
+    if (t->dtype == DR_F32 && (n == 1 || stride == 1)) {
+        memcpy(pack ? parcel : at, pack ? at : parcel, bytes);
         return;
-    void *to = dr_at(t, i, j, k, 0);
-    if (t->dtype == DR_F32 && (n == 1 || t->stride[3] == 1))
-        memcpy(to, in, (size_t)n * sizeof *in);
-    else
-        for (int64_t x = 0; x < n; x++)
-            dr_put(to, t->dtype, n == 1 ? 0 : x * t->stride[3], in[x]);
+    }
+    for (int64_t x = 0; x < n; x++)
+        if (pack)
+            parcel[x] = (float)dr_get(at, t->dtype, x * stride);
+        else
+            dr_put(at, t->dtype, x * stride, parcel[x]);
 }
 
-void dr_parcel_from_span(const dr_row *row, dr_parcel_kind kind, int32_t member, const dr_spans *from,
-                         float *parcel)
+void dr_parcel_span(const dr_row *row, dr_parcel_kind kind, int32_t member, const dr_spans *span,
+                    float *parcel, bool pack)
 {
     const dr_parcel *p = &row->parcel[kind];
     for (int i = 0; i < DR_PARCEL_FIELDS; i++) {
         const dr_field *f = &p->field[i];
         for (int64_t t = 0; f->width > 0 && t < row->member_tokens[row->u]; t++)
             for (int32_t h = 0; h < f->heads; h++, parcel += f->width)
-                load(&from->field[i], 0, t, head_of(row, f, member, h), f->width, parcel);
+                move(&span->field[i], 0, t, head_of(row, f, member, h), f->width, parcel, pack);
     }
     for (int64_t s = 0; s < p->n_states; s++)
         for (int32_t h = 0; p->states[s].member == row->u && h < row->heads; h++)
             for (int32_t k = 0; k < row->K; k++, parcel += row->V)
-                load(&from->state, p->states[s].piece, dr_row_value_head(row, member, h), k, row->V, parcel);
+                move(&span->state, p->states[s].piece, dr_row_value_head(row, member, h), k, row->V,
+                     parcel, pack);
 }
 
-void dr_parcel_to_span(const dr_row *row, dr_parcel_kind kind, int32_t member, const float *parcel,
-                       const dr_spans *to)
+static void copy(float *data, float *parcel, int64_t n, bool pack)
 {
-    const dr_parcel *p = &row->parcel[kind];
-    for (int i = 0; i < DR_PARCEL_FIELDS; i++) {
-        const dr_field *f = &p->field[i];
-        for (int64_t t = 0; f->width > 0 && t < row->member_tokens[row->u]; t++)
-            for (int32_t h = 0; h < f->heads; h++, parcel += f->width)
-                store(&to->field[i], 0, t, head_of(row, f, member, h), f->width, parcel);
-    }
-    for (int64_t s = 0; s < p->n_states; s++)
-        for (int32_t h = 0; p->states[s].member == row->u && h < row->heads; h++)
-            for (int32_t k = 0; k < row->K; k++, parcel += row->V)
-                store(&to->state, p->states[s].piece, dr_row_value_head(row, member, h), k, row->V, parcel);
+    memcpy(pack ? parcel : data, pack ? data : parcel, (size_t)n * sizeof *data);
 }
 
-void dr_parcel_from_row(const dr_row *row, dr_parcel_kind kind, int32_t member, const dr_row_data *from,
-                        float *parcel)
+void dr_parcel_row(const dr_row *row, dr_parcel_kind kind, int32_t member, const dr_row_data *data,
+                   float *parcel, bool pack)
 {
     const dr_parcel *p = &row->parcel[kind];
     const int64_t size = (int64_t)row->heads * row->K * row->V;
@@ -210,36 +196,13 @@ void dr_parcel_from_row(const dr_row *row, dr_parcel_kind kind, int32_t member, 
         for (int64_t r = 0; n > 0 && r < row->n_runs; r++) {
             const dr_run *run = &row->runs[r];
             if (run->member == member)
-                memcpy(parcel + run->at_member * n, from->field[i] + run->at_row * n,
-                       (size_t)(run->tokens * n) * sizeof *parcel);
+                copy(data->field[i] + run->at_row * n, parcel + run->at_member * n, run->tokens * n, pack);
         }
         parcel += row->member_tokens[member] * n;
     }
     for (int64_t s = 0; s < p->n_states; s++)
         if (p->states[s].member == member) {
-            memcpy(parcel, from->state + p->states[s].at_row * size, (size_t)size * sizeof *parcel);
-            parcel += size;
-        }
-}
-
-void dr_parcel_to_row(const dr_row *row, dr_parcel_kind kind, int32_t member, const float *parcel,
-                      const dr_row_data *to)
-{
-    const dr_parcel *p = &row->parcel[kind];
-    const int64_t size = (int64_t)row->heads * row->K * row->V;
-    for (int i = 0; i < DR_PARCEL_FIELDS; i++) {
-        const int64_t n = (int64_t)p->field[i].heads * p->field[i].width;
-        for (int64_t r = 0; n > 0 && r < row->n_runs; r++) {
-            const dr_run *run = &row->runs[r];
-            if (run->member == member)
-                memcpy(to->field[i] + run->at_row * n, parcel + run->at_member * n,
-                       (size_t)(run->tokens * n) * sizeof *parcel);
-        }
-        parcel += row->member_tokens[member] * n;
-    }
-    for (int64_t s = 0; s < p->n_states; s++)
-        if (p->states[s].member == member) {
-            memcpy(to->state + p->states[s].at_row * size, parcel, (size_t)size * sizeof *parcel);
+            copy(data->state + p->states[s].at_row * size, parcel, size, pack);
             parcel += size;
         }
 }

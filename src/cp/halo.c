@@ -172,15 +172,8 @@ static dr_status build(dr_halo *h, const dr_halo_config *config, dr_agreement *m
     h->scratch = scratch.used;
     const int64_t sizes[] = {config->channels, config->width, config->tokens};
     mine->digest[0] = dr_cp_digest(DR_DIGEST, sizes, sizeof sizes);
-    mine->digest[1] = DR_DIGEST;
-    if (config->offsets != NULL)
-        mine->digest[1] = dr_cp_digest(DR_DIGEST, config->offsets,
-                                       (size_t)(config->sequences + 1) * sizeof *config->offsets);
-    mine->digest[2] = DR_DIGEST;
-    for (int64_t i = 0; i < p->count; i++) {
-        const int64_t row[] = {p->fragments[i].begin, p->fragments[i].end, p->fragments[i].rank};
-        mine->digest[2] = dr_cp_digest(mine->digest[2], row, sizeof row);
-    }
+    mine->digest[1] = dr_cp_digest_offsets(config->offsets, config->sequences);
+    mine->digest[2] = dr_cp_digest_partition(p);
     return DR_OK;
 }
 
@@ -349,13 +342,7 @@ static dr_status exchange(const dr_halo *h, const call *k, side sent)
         pack(h, k, sent);
         status = post(h, sent, &sending, true, &batches[1]);
     }
-    for (int i = 0; i < 2; i++) {
-        if (status != DR_OK)
-            dr_comm_abort(h->comm, "the exchange of a halo failed");
-        dr_status waited = batches[i] != NULL ? dr_comm_wait(batches[i]) : DR_OK;
-        status = status == DR_OK ? waited : status;
-    }
-    return status;
+    return dr_cp_settle(h->comm, status, batches, 2);
 }
 
 static dr_status check_one(const dr_halo *h, const dr_tensor *t, bool span, const char *name, bool required,

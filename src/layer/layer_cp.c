@@ -27,11 +27,18 @@ void dr_layer_cp_clear(dr_layer_plan *plan)
     dr_free(plan->cp);
 }
 
+/* What the ranks refuse together leaves the communicator whole; what this rank alone has found does
+ * not, since the others go on and would wait for it. */
+static dr_status alone(dr_comm *comm, dr_status status)
+{
+    if (status != DR_OK)
+        dr_comm_abort(comm, dr_last_error());
+    return status;
+}
+
 dr_status dr_layer_cp_close(const dr_layer_plan *plan, dr_status status)
 {
-    if (status != DR_OK && plan != NULL && plan->cp != NULL)
-        dr_comm_abort(plan->cp->comm, dr_last_error());
-    return status;
+    return plan != NULL && plan->cp != NULL ? alone(plan->cp->comm, status) : status;
 }
 
 /* ---- memory ---------------------------------------------------------------------------- */
@@ -112,22 +119,24 @@ static dr_status create_exchanges(dr_layer_plan *plan, const dr_layer_layout *la
     return dr_cp_plan_describe(cp->delta, info);
 }
 
-static dr_status fill_plan(dr_layer_plan *plan, struct dr_comm *comm, const dr_layer_layout *layout,
-                           const dr_partition *partition, const char *protocol)
+static dr_status fill_plan(dr_layer_plan *plan, const dr_layer *layer, struct dr_comm *comm,
+                           const dr_layer_layout *layout, const dr_partition *partition,
+                           const char *protocol)
 {
     const dr_plan_info none = DR_PLAN_INFO_INIT;
     dr_cp_info info = DR_CP_INFO_INIT;
+    plan->layer = layer;
     plan->cp = dr_alloc(sizeof *plan->cp);
     if (plan->cp == NULL)
-        return dr_fail(DR_ERR_MEMORY, "plan: no memory for %zu bytes", sizeof *plan->cp);
+        return alone(comm, dr_fail(DR_ERR_MEMORY, "plan: no memory for %zu bytes", sizeof *plan->cp));
     plan->cp->comm = comm;
-    DR_TRY(check_layout(layout));
+    DR_TRY(alone(comm, check_layout(layout)));
     DR_TRY(create_exchanges(plan, layout, partition, protocol, &info));
-    DR_TRY(take_pieces(plan, &info));
+    DR_TRY(alone(comm, take_pieces(plan, &info)));
     plan->core_info = none;
     plan->core_info.saved_bytes = info.saved_bytes;
     plan->core_info.forward_scratch = plan->core_info.backward_scratch = info.scratch_bytes;
-    return dr_layer_plan_finish(plan);
+    return alone(comm, dr_layer_plan_finish(plan));
 }
 
 dr_status dr_layer_cp_plan_create(const dr_layer *layer, struct dr_comm *comm,
@@ -141,18 +150,10 @@ dr_status dr_layer_cp_plan_create(const dr_layer *layer, struct dr_comm *comm,
         return dr_fail(DR_ERR_ARG, "%s: must not be NULL",
                        layer == NULL ? "layer" : comm == NULL ? "comm" : "layout");
     dr_layer_plan *plan = dr_alloc(sizeof *plan);
-    dr_status status = DR_OK;
     if (plan == NULL)
-        status = dr_fail(DR_ERR_MEMORY, "plan: no memory for %zu bytes", sizeof *plan);
-    if (status == DR_OK) {
-        plan->layer = layer;
-        status = fill_plan(plan, comm, layout, partition, protocol);
-    }
+        return alone(comm, dr_fail(DR_ERR_MEMORY, "plan: no memory for %zu bytes", sizeof *plan));
+    dr_status status = fill_plan(plan, layer, comm, layout, partition, protocol);
     if (status != DR_OK) {
-        /* What was refused together leaves the communicator whole; what only this rank found does not. */
-        if (plan == NULL || plan->cp == NULL || plan->cp->halo != NULL || layout->size != sizeof *layout ||
-            layout->mask != NULL)
-            dr_comm_abort(comm, dr_last_error());
         dr_layer_plan_destroy(plan);
         return status;
     }
