@@ -4,17 +4,13 @@
  * worlds x partitions x packed layouts x protocols, on the threads communicator. Also what
  * travels (recorder), agreement and refusals, and peers that fail.
  */
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdint.h>
-#include <cmocka.h>
 
-#include <deltarule/comm.h>
+static uint64_t seed = 12345; /* ranks.h draws from it */
+#include "ranks.h"
+
 #include <deltarule/cp.h>
 
-#include <math.h>
-#include <pthread.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -22,14 +18,6 @@
 
 enum { H = 2, HV = 4, K = 6, V = 5, MAX_T = 96, MAX_N = 24, MAX_RANKS = 8, MAX_FRAGMENTS = 24,
        MAX_P = MAX_N + MAX_FRAGMENTS };
-
-static uint64_t seed = 12345;
-static double uniform(void)
-{
-    seed = seed * 6364136223846793005u + 1442695040888963407u;
-    return (double)(seed >> 11) * 0x1p-53;
-}
-static int64_t below(int64_t n) { return (int64_t)(uniform() * (double)n); }
 
 /* Everything of a stream, token-major; gradients and outputs as well. */
 typedef struct stream {
@@ -102,12 +90,6 @@ static dr_io io_of(stream *s, const job *j, int64_t T, int64_t N)
     io.d_final_state = dr_tensor_make(s->dht, DR_F32, 4, N, HV, K, V);
     io.d_initial_state = dr_tensor_make(s->dh0, DR_F32, 4, N, HV, K, V);
     return io;
-}
-
-static void must(dr_status status)
-{
-    if (status != DR_OK)
-        fail_msg("%s", dr_last_error());
 }
 
 static void one_rank_on(const char *backend, stream *s, const job *j)
@@ -246,24 +228,11 @@ static rank_work works[MAX_RANKS];
 static void many_ranks(const job *j, const stream *whole, stream *out, dr_comm **comms, int failing,
                        int fail_at)
 {
-    pthread_t threads[MAX_RANKS];
     for (int r = 0; r < j->ranks; r++) {
         works[r] = (rank_work){.job = j, .whole = whole, .out = out, .comm = comms[r],
                                .fail_at = r == failing ? fail_at : 0};
-        assert_int_equal(pthread_create(&threads[r], NULL, rank_main, &works[r]), 0);
     }
-    for (int r = 0; r < j->ranks; r++)
-        pthread_join(threads[r], NULL);
-}
-
-static double distance(const float *a, const float *b, size_t n)
-{
-    double num = 0, den = 1e-30;
-    for (size_t i = 0; i < n; i++) {
-        num += ((double)a[i] - b[i]) * ((double)a[i] - b[i]);
-        den += (double)b[i] * b[i];
-    }
-    return isnan(num) ? INFINITY : sqrt(num / den);
+    run_ranks(j->ranks, rank_main, works, sizeof *works);
 }
 
 static void compare(const stream *got, const stream *want, const job *j, const char *what)
@@ -337,19 +306,6 @@ static void partition_random(job *j, int kind)
 static const char *const protocols[] = {"p2p",       "allgather", "grouped:1", "grouped:2",
                                         "grouped:3", "doubling",  "relay",     "relay:2"};
 enum { PROTOCOLS = sizeof protocols / sizeof *protocols };
-
-static void open_ranks(dr_comm **comms, int32_t n, double timeout)
-{
-    must(dr_comm_threads_create(n, comms));
-    for (int32_t r = 0; r < n; r++)
-        must(dr_comm_set_timeout(comms[r], timeout));
-}
-
-static void close_ranks(dr_comm **comms, int32_t n)
-{
-    for (int32_t r = 0; r < n; r++)
-        dr_comm_close(comms[r]);
-}
 
 static stream whole, gathered, first;
 
@@ -588,15 +544,11 @@ static void test_agreement(void **state)
     const char *const names[] = {"problem", "offsets", "partition", "protocol", "gate: must be one of"};
     for (int what = 0; what < 5; what++) {
         dr_comm *comms[3];
-        pthread_t threads[3];
         disagreeing d[3];
         open_ranks(comms, 3, 10);
-        for (int r = 0; r < 3; r++) {
-            d[r] = (disagreeing){.comm = comms[r], .what = what};
-            assert_int_equal(pthread_create(&threads[r], NULL, disagree, &d[r]), 0);
-        }
         for (int r = 0; r < 3; r++)
-            pthread_join(threads[r], NULL);
+            d[r] = (disagreeing){.comm = comms[r], .what = what};
+        run_ranks(3, disagree, d, sizeof *d);
         for (int r = 0; r < 3; r++) {
             assert_int_equal(d[r].status, DR_ERR_ARG);
             if (strstr(d[r].error, names[what]) == NULL)
@@ -622,18 +574,14 @@ static void test_silent_failure(void **state)
 {
     (void)state;
     dr_comm *comms[3];
-    pthread_t threads[3];
     disagreeing d[3];
     open_ranks(comms, 3, 600);
     dr_comm_ops broken = *comms[1]->ops;
     broken.post = fail_silently;
     comms[1]->ops = &broken;
-    for (int r = 0; r < 3; r++) {
-        d[r] = (disagreeing){.comm = comms[r], .what = -1};
-        assert_int_equal(pthread_create(&threads[r], NULL, disagree, &d[r]), 0);
-    }
     for (int r = 0; r < 3; r++)
-        pthread_join(threads[r], NULL);
+        d[r] = (disagreeing){.comm = comms[r], .what = -1};
+    run_ranks(3, disagree, d, sizeof *d);
     for (int r = 0; r < 3; r++)
         assert_int_equal(d[r].status, DR_ERR_COMM);
     assert_non_null(strstr(d[1].error, "post of threads on rank 1 returned"));

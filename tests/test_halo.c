@@ -5,18 +5,14 @@
  * fragments are shorter than the halo. The history itself is compared bit for bit with the stream, and
  * what travels (recorder) with a count made token by token.
  */
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdint.h>
-#include <cmocka.h>
 
-#include <deltarule/comm.h>
+static uint64_t seed = 20251; /* ranks.h draws from it */
+#include "ranks.h"
+
 #include <deltarule/cp.h>
 #include <deltarule/ops.h>
 
-#include <math.h>
-#include <pthread.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -24,14 +20,6 @@
 
 enum { D = 5, MAX_W = 5, MAX_HALO = 12, MAX_T = 64, MAX_N = 12, MAX_RANKS = 5, MAX_F = 24,
        MAX_P = MAX_N + MAX_F };
-
-static uint64_t seed = 20251;
-static double uniform(void)
-{
-    seed = seed * 6364136223846793005u + 1442695040888963407u;
-    return (double)(seed >> 11) * 0x1p-53;
-}
-static int64_t below(int64_t n) { return (int64_t)(uniform() * (double)n); }
 
 typedef struct stream {
     float x[MAX_T * D], w[D * MAX_W], bias[D], h0[MAX_P * D * MAX_HALO];
@@ -252,7 +240,6 @@ static dr_comm *comms[MAX_RANKS];
 
 static void many_ranks(const job *j, const stream *in, stream *out)
 {
-    pthread_t threads[MAX_RANKS];
     dr_comm *raw[MAX_RANKS];
     assert_int_equal(dr_comm_threads_create(j->ranks, raw), DR_OK);
     memset(out->dw, 0, sizeof out->dw);
@@ -260,10 +247,8 @@ static void many_ranks(const job *j, const stream *in, stream *out)
     for (int r = 0; r < j->ranks; r++) {
         assert_int_equal(dr_comm_record_create(raw[r], &comms[r]), DR_OK);
         works[r] = (rank_work){.j = j, .in = in, .out = out, .comm = comms[r]};
-        assert_int_equal(pthread_create(&threads[r], NULL, rank_main, &works[r]), 0);
     }
-    for (int r = 0; r < j->ranks; r++)
-        pthread_join(threads[r], NULL);
+    run_ranks(j->ranks, rank_main, works, sizeof *works);
     for (int r = 0; r < j->ranks; r++) {
         if (works[r].status != DR_OK)
             fail_msg("rank %d: %s", r, works[r].error);

@@ -5,32 +5,20 @@
  * and second protocols; alone on all ranks to the bit. What travels, held against the recorder; what is
  * refused, on all ranks; and peers that fail.
  */
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdint.h>
-#include <cmocka.h>
 
-#include <deltarule/comm.h>
+static uint64_t seed = 4711; /* ranks.h draws from it */
+#include "ranks.h"
+
 #include <deltarule/cp.h>
 
 #include "base/half.h"
 
-#include <math.h>
-#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 
 enum { K = 6, V = 5, MAX_HV = 16, MAX_T = 90, MAX_N = 12, MAX_RANKS = 8, MAX_F = 2 * MAX_RANKS,
        MAX_P = MAX_N + MAX_F };
-
-static uint64_t seed = 4711;
-static double uniform(void)
-{
-    seed = seed * 6364136223846793005u + 1442695040888963407u;
-    return (double)(seed >> 11) * 0x1p-53;
-}
-static int64_t below(int64_t n) { return (int64_t)(uniform() * (double)n); }
 
 typedef struct job {
     dr_variant variant;
@@ -62,12 +50,6 @@ static int32_t width_of(const job *j, int i)
 {
     const int32_t widths[] = {K, K, V, gate_width(j), 1, V, V, K, K, V, gate_width(j), 1};
     return widths[i];
-}
-
-static void must(dr_status status)
-{
-    if (status != DR_OK)
-        fail_msg("%s", dr_last_error());
 }
 
 /* Values that bf16 holds exactly. */
@@ -263,44 +245,18 @@ static memory whole, gathered, spans[MAX_RANKS];
 
 static void many_ranks(const job *j, dr_comm **comms, int failing, int fail_at)
 {
-    pthread_t threads[MAX_RANKS];
     memset(&gathered, 0xff, sizeof gathered);
     for (int r = 0; r < j->ranks; r++) {
         works[r] = (rank_work){.job = j, .whole = &whole, .out = &gathered, .mine = &spans[r],
                                .comm = comms[r], .fail_at = r == failing ? fail_at : 0};
-        assert_int_equal(pthread_create(&threads[r], NULL, rank_main, &works[r]), 0);
     }
-    for (int r = 0; r < j->ranks; r++)
-        pthread_join(threads[r], NULL);
+    run_ranks(j->ranks, rank_main, works, sizeof *works);
     for (int i = DA; i <= DBIAS; i++) /* partial on every rank */
         for (int x = 0; x < MAX_HV * K; x++) {
             gathered.param[i][x] = 0;
             for (int r = 0; r < j->ranks; r++)
                 gathered.param[i][x] += spans[r].param[i][x];
         }
-}
-
-static void open_ranks(dr_comm **comms, int32_t n, double timeout)
-{
-    must(dr_comm_threads_create(n, comms));
-    for (int32_t r = 0; r < n; r++)
-        must(dr_comm_set_timeout(comms[r], timeout));
-}
-
-static void close_ranks(dr_comm **comms, int32_t n)
-{
-    for (int32_t r = 0; r < n; r++)
-        dr_comm_close(comms[r]);
-}
-
-static double distance(const float *a, const float *b, size_t n)
-{
-    double num = 0, den = 1e-30;
-    for (size_t i = 0; i < n; i++) {
-        num += ((double)a[i] - b[i]) * ((double)a[i] - b[i]);
-        den += (double)b[i] * b[i];
-    }
-    return isnan(num) ? INFINITY : sqrt(num / den);
 }
 
 /* limit 0: to the bit. */

@@ -10,6 +10,7 @@
  * Rank 0 is the calling thread.
  */
 #include "case_run.h"
+#include "tool.h"
 
 #include <deltarule/comm.h>
 
@@ -18,7 +19,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 /* ------------------------------------------------------------------------ */
 /* What a call reads and writes                                             */
@@ -222,13 +222,6 @@ const char *dr_case_why(void) { return why[0] != '\0' ? why : dr_last_error(); }
 
 void dr_case_forget(void) { why[0] = '\0'; }
 
-static double now(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
 static dr_status build(rank_state *r)
 {
     dr_case_run *run = r->world->run;
@@ -241,8 +234,7 @@ static dr_status build(rank_state *r)
         status = dr_cp_buffers_create(r->plan, &r->buffers);
     if (status != DR_OK)
         return status;
-    memset(r->buffers.saved, 0xff, r->buffers.saved_bytes);
-    memset(r->buffers.scratch, 0xff, r->buffers.scratch_bytes);
+    dr_case_poison(&r->buffers);
     for (int i = 0; i < FIELDS; i++)
         if (!place_field(r, i))
             return DR_ERR_MEMORY;
@@ -251,16 +243,12 @@ static dr_status build(rank_state *r)
 
 static dr_status trip(rank_state *r)
 {
-    dr_buffers b = r->buffers;
-    if (r->world->run->c.flags & DR_CASE_NO_SAVED) {
-        b.saved = NULL;
-        b.saved_bytes = 0;
-    }
+    dr_buffers b = dr_case_buffers(r->world->run, r->buffers);
     pthread_barrier_wait(&r->world->start);
-    const double start = now();
+    const double start = dr_tool_now();
     dr_status status = r->dir == DR_FORWARD ? dr_cp_forward(r->plan, &r->io, &b)
                                             : dr_cp_backward(r->plan, &r->io, &b);
-    r->seconds = now() - start;
+    r->seconds = dr_tool_now() - start;
     return status;
 }
 

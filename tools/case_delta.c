@@ -125,8 +125,7 @@ static dr_status open_delta(dr_case_run *run)
         status = dr_buffers_create(run->plan, &run->buffers);
     if (status != DR_OK)
         return status;
-    memset(run->buffers.saved, 0xff, run->buffers.saved_bytes);
-    memset(run->buffers.scratch, 0xff, run->buffers.scratch_bytes);
+    dr_case_poison(&run->buffers);
     dr_case_declare_io(run);
     const dr_case *c = &run->c;
     if (c->flags & DR_CASE_CHUNK_STATES)
@@ -138,7 +137,7 @@ static dr_status open_delta(dr_case_run *run)
 
 static dr_status call_delta(dr_case_run *run, dr_direction dir)
 {
-    dr_buffers b = dr_case_buffers(run);
+    dr_buffers b = dr_case_buffers(run, run->buffers);
     return dir == DR_FORWARD ? dr_forward(run->plan, &run->io, &b)
                              : dr_backward(run->plan, &run->io, &b);
 }

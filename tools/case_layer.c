@@ -112,8 +112,7 @@ static dr_status open_layer(dr_case_run *run)
         status = dr_layer_buffers_create(run->layer_plan, &run->buffers);
     if (status != DR_OK)
         return status;
-    memset(run->buffers.saved, 0xff, run->buffers.saved_bytes);
-    memset(run->buffers.scratch, 0xff, run->buffers.scratch_bytes);
+    dr_case_poison(&run->buffers);
     run->layer_io = (dr_layer_io)DR_LAYER_IO_INIT;
     declare_params(run);
     declare_layer_io(run, dr_case_sequences(c));
@@ -122,7 +121,7 @@ static dr_status open_layer(dr_case_run *run)
 
 static dr_status call_layer(dr_case_run *run, dr_direction dir)
 {
-    dr_buffers b = dr_case_buffers(run);
+    dr_buffers b = dr_case_buffers(run, run->buffers);
     return dir == DR_FORWARD ? dr_layer_forward(run->layer_plan, &run->layer_io, &b)
                              : dr_layer_backward(run->layer_plan, &run->layer_io, &b);
 }

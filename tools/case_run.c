@@ -291,9 +291,14 @@ int64_t dr_case_pool(dr_case_run *run, const int32_t **index)
     return N + 2;
 }
 
-dr_buffers dr_case_buffers(const dr_case_run *run)
+void dr_case_poison(const dr_buffers *b)
 {
-    dr_buffers b = run->buffers;
+    memset(b->saved, 0xff, b->saved_bytes);
+    memset(b->scratch, 0xff, b->scratch_bytes);
+}
+
+dr_buffers dr_case_buffers(const dr_case_run *run, dr_buffers b)
+{
     if (run->c.flags & DR_CASE_NO_SAVED) {
         b.saved = NULL;
         b.saved_bytes = 0;

@@ -102,7 +102,8 @@ int64_t dr_case_sequences(const dr_case *c);
 /* Slots of the states: of a pool if the case has one (*index then says which sequence has
  * which: the last first, the second none), else one per sequence. */
 int64_t dr_case_pool(dr_case_run *run, const int32_t **index);
-dr_buffers dr_case_buffers(const dr_case_run *run); /* without `saved` where nothing is kept */
+void dr_case_poison(const dr_buffers *b); /* whoever reads what nobody wrote gets NaN */
+dr_buffers dr_case_buffers(const dr_case_run *run, dr_buffers b); /* without `saved` where nothing is kept */
 
 /* The problem of a case, and its tensors in run->io. */
 dr_problem dr_case_problem(const dr_case *c);
