@@ -21,6 +21,17 @@
  * scratch, always the same way for the same plan, direction and staged flag; layout is that
  * carving alone, on empty arenas. An arena whose base is NULL hands out NULLs: saved is
  * then not wanted.
+ *
+ * NOTE [Slots]: a trip in slots lets a caller pass states on column by column while other heads are
+ * under way. It is cut into windows of heads, each of which goes through
+ *     prepare    what needs no entry, for the whole window
+ *     recur      once for every run of columns: together they cover [0, V), in any order, and
+ *                (piece by piece) with the entry of those columns at hand
+ *     output     the rest
+ * and owns one of `slots` slots of scratch from prepare to output, so that windows in different
+ * slots may be at different stages. Forwards recur writes the outputs of its columns and output has
+ * nothing to do; in the adjoint what joins the columns waits for output. The bits are those of a trip
+ * without slots. The columns of a window have the same cuts in all its pieces.
  */
 #ifndef DR_BACKEND_H
 #define DR_BACKEND_H
@@ -45,6 +56,8 @@ typedef struct dr_pass {
                                recur may do everything and the others nothing */
     int32_t head0, head1;   /* value heads of this call, whole groups of a key head */
     int32_t col0, col1;     /* state columns of this call; col0 a multiple of 32 */
+    int32_t slots;          /* 0: not a trip in slots, NOTE [Slots] */
+    int32_t slot, slot_heads; /* the slot of this call; value heads of the largest window */
     int64_t piece0, piece1; /* pieces of this call. Sums over tokens (da_log, ddt_bias) are right after
                                the last call of their heads */
     dr_arena saved;         /* lives from forward to adjoint */
@@ -105,6 +118,7 @@ typedef struct dr_backend {
     int32_t (*chunk)(const dr_device *dev, const dr_problem *p);
 
     dr_stages forward, adjoint;
+    bool slots;             /* serves trips in slots */
     dr_stage *step;         /* scratch laid out by forward.layout, unstaged */
     /* out[rows,K] = in[rows,K] A + (B on the first V rows), n times; rows is V (apply) or V+K
      * (compose, in = [B1; A1]). in NULL: rows = V, out = B. */

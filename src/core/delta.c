@@ -125,6 +125,32 @@ static void zero_tails(const dr_plan *plan, const dr_io *io)
             dr_tensor_zero_tail(all[i], plan->tail);
 }
 
+/* Whether a trip in slots may have that many, and in that backend. */
+static dr_status check_slots(const dr_plan *plan, int32_t slots, int32_t heads)
+{
+    assert(slots >= 0 && (slots == 0 || (heads > 0 && heads <= plan->problem.value_heads)));
+    if (slots > 0 && !plan->ctx->backend->slots)
+        return dr_fail(DR_ERR_SUPPORT, "backend: %s cannot pass states on column by column",
+                       plan->ctx->backend->name);
+    return DR_OK;
+}
+
+dr_status dr_windows_scratch(const dr_plan *plan, int dir, int32_t slots, int32_t heads,
+                             size_t *bytes)
+{
+    dr_pass p;
+    *bytes = 0;
+    DR_TRY(check_slots(plan, slots, heads));
+    dr_pass_open(&p, plan, NULL, dir, false);
+    p.slots = slots;
+    p.slot_heads = heads;
+    DR_TRY(dr_pass_layout(&p));
+    if (p.scratch.overflow)
+        return dr_fail(DR_ERR_MEMORY, "plan: the working memory of this problem exceeds 2^62 bytes");
+    *bytes = p.scratch.used;
+    return DR_OK;
+}
+
 static dr_status run_pass(dr_pass *p)
 {
     const dr_stages *s = stages_of(p);
@@ -134,13 +160,18 @@ static dr_status run_pass(dr_pass *p)
 }
 
 dr_status dr_windows_open(dr_windows *w, const dr_plan *plan, const dr_io *io,
-                          const dr_buffers *buffers, int dir)
+                          const dr_buffers *buffers, int dir, int32_t slots, int32_t heads)
 {
     if (plan == NULL)
         return dr_fail(DR_ERR_ARG, "plan: must not be NULL");
-    DR_TRY(dr_buffers_check(buffers, plan->saved, dir < 0,
-                            dir > 0 ? plan->forward_scratch : plan->backward_scratch));
+    size_t scratch = dir > 0 ? plan->forward_scratch : plan->backward_scratch;
+    if (slots > 0)
+        DR_TRY(dr_windows_scratch(plan, dir, slots, heads, &scratch));
+    DR_TRY(dr_buffers_check(buffers, plan->saved, dir < 0, scratch));
     core_scratch own = pass_open(&w->pass, &w->saved, plan, buffers, dir, false);
+    w->pass.scratch.size = scratch;
+    w->pass.slots = slots;
+    w->pass.slot_heads = heads;
     dr_status status = dr_io_normalise(plan, io, dir, own.order, &w->normal);
     if (status == DR_OK)
         status = dir < 0 ? check_saved(w->saved, plan) : check_outputs(plan, &w->normal);
@@ -153,21 +184,45 @@ dr_status dr_windows_open(dr_windows *w, const dr_plan *plan, const dr_io *io,
     return status;
 }
 
+/* Every call of a window carves anew. */
+static dr_pass window_pass(const dr_windows *w, const dr_window *x)
+{
+    dr_pass p = w->pass;
+    p.io = &w->normal;
+    if (x == NULL)
+        return p;
+    p.head0 = x->head0;
+    p.head1 = x->head1;
+    p.piece0 = x->piece0;
+    p.piece1 = x->piece1;
+    p.entry = x->entry;
+    p.entry_of = x->entry_of;
+    p.exit = x->exit;
+    p.exit_of = x->exit_of;
+    if (p.slots > 0) {
+        p.slot = x->slot;
+        p.col0 = x->col0;
+        p.col1 = x->col1;
+    }
+    return p;
+}
+
 dr_status dr_windows_run(const dr_windows *w, const dr_window *x)
 {
-    dr_pass p = w->pass; /* every window carves anew */
-    p.io = &w->normal;
-    if (x != NULL) {
-        p.head0 = x->head0;
-        p.head1 = x->head1;
-        p.piece0 = x->piece0;
-        p.piece1 = x->piece1;
-        p.entry = x->entry;
-        p.entry_of = x->entry_of;
-        p.exit = x->exit;
-        p.exit_of = x->exit_of;
-    }
+    dr_pass p = window_pass(w, x);
+    assert(p.slots == 0);
     dr_status status = run_pass(&p);
+    assert(!p.saved.overflow && !p.scratch.overflow);
+    return status;
+}
+
+dr_status dr_windows_stage(const dr_windows *w, const dr_window *x, dr_window_stage stage)
+{
+    dr_pass p = window_pass(w, x);
+    assert(x->slot >= 0 && x->slot < p.slots && x->head1 - x->head0 <= p.slot_heads);
+    const dr_stages *s = stages_of(&p);
+    dr_stage *const stages[] = {s->prepare, s->recur, s->output};
+    dr_status status = stages[stage](&p);
     assert(!p.saved.overflow && !p.scratch.overflow);
     return status;
 }
@@ -186,7 +241,7 @@ void dr_windows_close(dr_windows *w, dr_status status)
 static dr_status run(const dr_plan *plan, const dr_io *io, const dr_buffers *buffers, int dir)
 {
     dr_windows w;
-    DR_TRY(dr_windows_open(&w, plan, io, buffers, dir));
+    DR_TRY(dr_windows_open(&w, plan, io, buffers, dir, 0, 0));
     dr_status status = dr_windows_run(&w, NULL);
     dr_windows_close(&w, status);
     return status;

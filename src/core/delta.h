@@ -39,14 +39,16 @@ dr_status dr_recur_some(const dr_plan *plan, dr_direction dir, const dr_io *io,
                         float *exit);
 
 /*
- * NOTE [Windows]: one trip with fused stages, cut into windows of heads (whole groups of a key head)
- * and pieces, in any order that gives every head and piece once. What a window computes does not
- * depend on the others, so the order changes no bit. A plain forward or backward is one window.
+ * NOTE [Windows]: one trip cut into windows of heads (whole groups of a key head) and pieces, in any
+ * order that gives every head and piece once. What a window computes does not depend on the others,
+ * so the order changes no bit. A plain forward or backward is one window. In a trip in slots
+ * (backend.h, NOTE [Slots]) a window is also cut into columns, and its stages are called one by one.
  */
 typedef struct dr_window {
     int32_t head0, head1;
     int64_t piece0, piece1;
-    const float *entry; /* as in dr_pass */
+    int32_t slot, col0, col1; /* in slots */
+    const float *entry;       /* as in dr_pass */
     float *exit;
     const int32_t *entry_of, *exit_of;
 } dr_window;
@@ -57,10 +59,18 @@ typedef struct dr_windows {
     dr_stamp *saved;
 } dr_windows;
 
+typedef enum dr_window_stage { DR_WINDOW_PREPARE, DR_WINDOW_RECUR, DR_WINDOW_OUTPUT } dr_window_stage;
+
+/* Scratch of a trip in `slots` slots for windows of up to `heads` value heads; slots 0: of a fused
+ * trip. ERR_MEMORY where none can hold it. The backend must serve slots. */
+dr_status dr_windows_scratch(const dr_plan *plan, int dir, int32_t slots, int32_t heads,
+                             size_t *bytes);
+
 /* After a success dr_windows_close must follow; its status: whether all windows have run. */
 dr_status dr_windows_open(dr_windows *w, const dr_plan *plan, const dr_io *io,
-                          const dr_buffers *buffers, int dir);
-dr_status dr_windows_run(const dr_windows *w, const dr_window *x); /* NULL: all */
+                          const dr_buffers *buffers, int dir, int32_t slots, int32_t heads);
+dr_status dr_windows_run(const dr_windows *w, const dr_window *x); /* NULL: all. Without slots */
+dr_status dr_windows_stage(const dr_windows *w, const dr_window *x, dr_window_stage stage);
 void dr_windows_close(dr_windows *w, dr_status status);
 
 /* Scratch of a fused trip in either direction. */

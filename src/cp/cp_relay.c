@@ -256,7 +256,7 @@ static dr_status run(const dr_cp_plan *plan, int dir, const dr_io *io, const dr_
         t.freed = t.n;
     dr_status status = post_receives(&t);
     if (status == DR_OK)
-        status = dr_windows_open(&t.windows, plan->inner, io, &inner, dir);
+        status = dr_windows_open(&t.windows, plan->inner, io, &inner, dir, 0, 0);
     if (status == DR_OK) {
         status = run_windows(&t);
         dr_windows_close(&t.windows, status);
