@@ -125,10 +125,9 @@ static void zero_tails(const dr_plan *plan, const dr_io *io)
             dr_tensor_zero_tail(all[i], plan->tail);
 }
 
-/* Whether a trip in slots may have that many, and in that backend. */
-static dr_status check_slots(const dr_plan *plan, int32_t slots, int32_t heads)
+/* Whether the backend serves trips in slots. */
+static dr_status check_slots(const dr_plan *plan, int32_t slots)
 {
-    assert(slots >= 0 && (slots == 0 || (heads > 0 && heads <= plan->problem.value_heads)));
     if (slots > 0 && !plan->ctx->backend->slots)
         return dr_fail(DR_ERR_SUPPORT, "backend: %s cannot pass states on column by column",
                        plan->ctx->backend->name);
@@ -140,7 +139,8 @@ dr_status dr_windows_scratch(const dr_plan *plan, int dir, int32_t slots, int32_
 {
     dr_pass p;
     *bytes = 0;
-    DR_TRY(check_slots(plan, slots, heads));
+    assert(slots >= 0 && (slots == 0 || (heads > 0 && heads <= plan->problem.value_heads)));
+    DR_TRY(check_slots(plan, slots));
     dr_pass_open(&p, plan, NULL, dir, false);
     p.slots = slots;
     p.slot_heads = heads;
