@@ -99,13 +99,21 @@ dr_tensor dr_tensor_make(void *data, dr_dtype dtype, int32_t rank, int64_t n0, i
     return t;
 }
 
+/* calloc and not aligned_alloc: large blocks come as pages that are zero until they are written, so
+ * that memory which a plan provides for and a trip does not use costs nothing. What calloc gave is
+ * kept in front of the aligned block. */
 void *dr_alloc(size_t bytes)
 {
-    size_t padded = (dr_max((int64_t)bytes, 1) + DR_ALIGN - 1) / DR_ALIGN * DR_ALIGN;
-    void *ptr = bytes > (size_t)INT64_MAX / 2 ? NULL : aligned_alloc(DR_ALIGN, padded);
-    if (ptr != NULL)
-        memset(ptr, 0, padded);
+    char *base = bytes > (size_t)INT64_MAX / 2 ? NULL : calloc(1, bytes + 2 * DR_ALIGN);
+    if (base == NULL)
+        return NULL;
+    char *ptr = base + DR_ALIGN + (DR_ALIGN - (uintptr_t)base % DR_ALIGN) % DR_ALIGN;
+    ((void **)ptr)[-1] = base;
     return ptr;
 }
 
-void dr_free(void *ptr) { free(ptr); }
+void dr_free(void *ptr)
+{
+    if (ptr != NULL)
+        free(((void **)ptr)[-1]);
+}
